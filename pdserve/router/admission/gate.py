@@ -269,10 +269,11 @@ class Gate:
         assert tenant is not None
         assert lane is not None
         try:
+            request.used = request.used_tokens()
             prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
             if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
-                prompt, output = request.used_tokens()
-                context = self._fleet.longest_context.get(request.model, 0)
+                prompt, output = request.used
+                context = self._fleet.longest_context.get(request.model) or MAX_CONTEXT
                 if prompt > context or output > context or context > MAX_CONTEXT:
                     prompt, output = self._credible(request, prompt, output)
             tenant.settle(meter.charged_tokens, prompt, output, now_s)

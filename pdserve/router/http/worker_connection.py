@@ -40,7 +40,8 @@ from pdserve.router.http.tls import (
     is_own_fault,
     is_refused,
 )
-from pdserve.router.native.heads import HeaderLines, joined
+from pdserve.router.native.answers import Answer
+from pdserve.router.native.heads import joined
 
 MAX_IDLE = 256
 """Idle keep-alive connections to one worker."""
@@ -50,7 +51,6 @@ LAST_WORD_S = 1.0
 """A peer's time to answer the end of TLS."""
 MAX_HEAD_BYTES = 64 * 1024
 """Longest response head (status line and headers). uvicorn has the same limit for requests."""
-MAX_STATUS = 599
 JOIN_BYTES = 16 * 1024
 """Up to this size, copying head and body together costs less than a second write."""
 NOT_PASSED_ON: Final = frozenset(
@@ -90,34 +90,27 @@ class Waiter:
             self.news.set_result(None)
 
 
-class WorkerConnection(asyncio.Protocol):
-    """A keep-alive connection to a worker, and the exchange on it."""
+class WorkerConnection(Answer, asyncio.Protocol):
+    """A keep-alive connection to a worker, and the exchange on it, whose answer it gathers."""
 
     __slots__ = (
-        "_feed", "_head", "_is_tls", "_parser", "_pool", "_rest", "clock", "deadline_s", "error",
-        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_whole", "is_young",
-        "keeps", "limit_bytes", "on_body", "on_header", "on_message_begin", "owner", "pairs", "pieces",
-        "received_bytes", "said", "sink", "status", "transport",
+        "_feed", "_is_tls", "_pool", "clock", "deadline_s", "error", "idle_since_s", "incarnation",
+        "is_open", "is_paused", "is_stream", "is_young", "limit_bytes", "owner", "received_bytes", "said",
+        "sink", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
-    said: dict[bytes, bytes]
-    """The headers of an answer that a sink takes, by name."""
-    is_stream: bool
-    """Such an answer is a stream of events."""
     limit_bytes: int
     """Of an answer that no sink takes."""
+    said: dict[bytes, bytes]
+    """The headers by name; and, once `read_head` was called:"""
+    is_stream: bool
+    """It is a stream of events."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self.clock = pool.clock
-        self._head = HeaderLines(MAX_HEAD_BYTES)
-        self.pieces: list[bytes] = []
-        """What came of the body and was not taken. Always this list: the parser itself fills it."""
-        self.on_header = self._head.add
-        self.on_message_begin = self._head.begin
-        self.on_body = self.pieces.append
-        self._parser: Any = httptools.HttpResponseParser(self)
-        self._feed: Any = self._parser.feed_data
+        self.parser = httptools.HttpResponseParser(self)
+        self._feed: Any = self.parser.feed_data
         self._is_tls = False
         self.owner: Driven | Waiter | None = None
         """Is resumed at the end of the answer. None: no exchange is under way."""
@@ -126,18 +119,9 @@ class WorkerConnection(asyncio.Protocol):
         self.sink: Callable[[WorkerConnection], None] | None = None
         """Is called when the head has come, or `pieces`, and the answer is not whole. Must not raise."""
         self.is_open = False
-        self.keeps = True
-        """It can carry another request."""
         self.is_paused = False
         self.idle_since_s = math.inf
         """When it was last kept. Infinite: it is new, and carries its first request."""
-        self.status = 0
-        """0 until the head has arrived."""
-        self.pairs: list[tuple[bytes, bytes]] = []
-        """The answer's headers, names in lower case."""
-        self._rest = b""
-        """Of a whole answer, what was not taken before."""
-        self.is_whole = False
         self.is_young = True
         """Nothing of the body has come, or the answer came at once."""
         self.received_bytes = 0
@@ -152,11 +136,16 @@ class WorkerConnection(asyncio.Protocol):
     def take(self) -> bytes:
         """All of the body that has come and was not taken."""
         if self.is_whole:
-            rest, self._rest = self._rest, b""
+            rest, self.rest = self.rest, b""
             return rest
         taken = b"".join(self.pieces)
         self.pieces.clear()
         return taken
+
+    def read_head(self) -> None:
+        """Look at the headers."""
+        self.said = said = dict(self.pairs)
+        self.is_stream = said.get(b"content-type", b"").startswith(b"text/event-stream")
 
     @property
     def lines(self) -> bytes:
@@ -236,7 +225,7 @@ class WorkerConnection(asyncio.Protocol):
         try:
             self._feed(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            broken = UpstreamError("protocol", f"answer is not HTTP: {error}")
+            broken = UpstreamError("protocol", f"answer is not HTTP: {error.__context__ or error}")
         if self.is_whole:
             owner.resume()
             return
@@ -278,40 +267,13 @@ class WorkerConnection(asyncio.Protocol):
             else:
                 self._fail_at_end()
         # reference cycles, and the garbage collector runs seldom (`GC_THRESHOLD`)
-        self._parser = self._feed = None
+        self.parser = self._feed = None
 
     def _fail_at_end(self) -> None:
         kind: ErrorKind = "cut" if self.status else "closed"
         refused = self._is_tls and self.idle_since_s == math.inf and not self.received_bytes
         why = f" before an answer: {ASKS_FOR_CERTIFICATE}" if refused else ""
         self.fail(UpstreamError(kind, f"the worker closed the connection{why}"))
-
-    # --- httptools
-
-    def on_headers_complete(self) -> None:
-        """The head is complete. A 1xx head is dropped: the final head follows."""
-        if self.status:
-            self.keeps = False  # a second answer to one request: out of step
-            return
-        status: int = self._parser.get_status_code()
-        self.pairs = self._head.take()
-        if 200 <= status <= MAX_STATUS:
-            self.status = status
-            if self.sink is not None:
-                self.said = said = dict(self.pairs)
-                self.is_stream = said.get(b"content-type", b"")[:17] == b"text/event-stream"
-        elif status >= 200:
-            self.fail(UpstreamError("protocol", f"answer's status is {status}"))
-
-    def on_message_complete(self) -> None:
-        """A message is complete: an interim one, or the answer. What follows that is not of it."""
-        if self.status and not self.is_whole and self.error is None:
-            pieces = self.pieces
-            self._rest = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            pieces.clear()
-            self.is_whole = True
-            if not self._parser.should_keep_alive():
-                self.keeps = False
 
 
 class ConnectionCounts(msgspec.Struct):
@@ -424,7 +386,7 @@ class WorkerPool:
             connection.cut()
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class Fetched(msgspec.Struct, frozen=True, gc=False):
     """A worker's whole answer."""
 
     status: int
@@ -476,26 +438,23 @@ class Upstream:
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        size = len(body)
-        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
-        now_s = self.deadlines.now_s
+        now_s, size, stale = self.deadlines.now_s, len(body), None
+        head = method, b" ", target, pool.lines, b"%d\r\n" % size, lines, b"\r\n"
         up = pool.take_idle(now_s)
-        stale: UpstreamError | None = None
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)
                 now_s = self.deadlines.now_s
                 if not up.is_open:  # since it was opened, before it could be used
                     raise UpstreamError("closed", "the connection was closed")
-            may_be_stale = up.idle_since_s is not math.inf
             up.owner, up.sink, up.limit_bytes = owner, sink, limit_bytes
             up.incarnation, up.deadline_s = worker.incarnation, now_s + limit_s
             up.status = up.received_bytes = 0
             up.is_whole, up.is_young = False, True
             if size <= JOIN_BYTES:
-                up.transport.write(head + body)
+                up.transport.write(b"".join((*head, body)))
             else:
-                up.transport.writelines([head, body])
+                up.transport.writelines([b"".join(head), body])
             try:
                 await owner.news
             finally:
@@ -505,7 +464,8 @@ class Upstream:
                 return up
             error.incarnation, error.is_young = up.incarnation, up.is_young
             up.error = None  # a reference cycle: its traceback refers to this connection
-            if not (may_be_stale and error.kind == "closed" and not up.received_bytes):
+            may_be_stale = up.idle_since_s != math.inf and not up.received_bytes
+            if not (may_be_stale and error.kind == "closed"):
                 error.rest = up.take()
                 raise error
             self.counts.stale += 1
@@ -524,7 +484,7 @@ class Upstream:
         limit_bytes: int,
         connect_s: float,
         method: bytes = b"POST",
-    ) -> Answer:
+    ) -> Fetched:
         """As `exchange`, for an answer that is wanted whole; in a task, or beside other waits."""
         up = await self.exchange(
             Waiter(),
@@ -537,7 +497,7 @@ class Upstream:
             limit_bytes=limit_bytes,
             method=method,
         )
-        return Answer(up.status, up.take())
+        return Fetched(up.status, up.take())
 
     @staticmethod
     async def _connected(pool: WorkerPool, limit_s: float, stale: UpstreamError | None) -> WorkerConnection:

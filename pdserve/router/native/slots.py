@@ -14,7 +14,7 @@ def plain_copied(of: T) -> T:
     none have none there either. Its class and its bases have `__slots__`. Raises TypeError for others.
     """
     kind = type(of)
-    made = kind.__new__(kind)
+    made = object.__new__(kind)
     if hasattr(made, "__dict__"):
         raise TypeError(f"{kind.__name__} has more than slots")
     for base in kind.__mro__[:-1]:

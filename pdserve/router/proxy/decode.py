@@ -141,6 +141,7 @@ class Decode:
     def _begin(self, request: Request, up: WorkerConnection) -> None:
         """The worker has begun to answer: note it."""
         worker = request.worker
+        up.read_head()
         request.is_begun = True
         if request.queued_tokens:
             self._parts.fleet.on_queued(worker, -request.queued_tokens)

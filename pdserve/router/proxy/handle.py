@@ -20,7 +20,7 @@ from pdserve.router.http.driven import in_task
 from pdserve.router.http.listening import LAST_WORD_S
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access, served
+from pdserve.router.proxy.account import Account, begin_trace
 from pdserve.router.proxy.bodies import Bodies
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.direct import DirectWay
@@ -62,13 +62,12 @@ class Proxy:
         self.placer: Final = parts.placer
         self._gate = gate
         self._stats = stats
-        self._watched = upstream.deadlines.watched
+        self._loop = parts.loop
+        self._watched = self.running = upstream.deadlines.watched
         self._tracer = tracer
         self._cors = cors
         self._has_extras = tracer is not None or cors is not None
-        self._logs_access = config.access_log
-        self._trace_file = trace_file
-        self._level = config.slo if config.slo.is_set else NO_LEVEL
+        self._account = Account(config, stats, trace_file)
         self._total_s = config.deadlines.total_s
         self._early_head_s = config.deadlines.early_head_s
         self._bodies = Bodies(config, fleet)
@@ -91,34 +90,47 @@ class Proxy:
 
     async def handle(self, request: Request) -> None:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
-        request.total_s = request.started_s + self._bodies.limit_s
+        bodies, gate, understanding, size = self._bodies, self._gate, self._understanding, len(request.body)
+        request.total_s = request.started_s + bodies.limit_s
         self._watched.add(request)
         self._stats.in_flight += 1
         if self._has_extras:
             self._begin_extras(request)
         try:
-            if request.method != b"POST":
-                await self._serve_other_method(request)
-            elif (tenant := self._admit_at_once(request) or await self._admit_body(request)) is not None:
-                understanding, gate, fleet = self._understanding, self._gate, self._fleet
-                view = understanding.read(request)
-                snapshot = None
-                if view.model is not None and view.model in fleet.tasks:
-                    snapshot = fleet.snapshot(view.model, self._parts.loop.time())
-                if snapshot is not None and snapshot.slots:
-                    understanding.understand(request, tenant, view)
-                    if not gate.start(request, tenant, snapshot.slots):
-                        await gate.enter(request, tenant)
-                        snapshot = None
-                else:
-                    await self._hold(request, tenant, view)
+            if (
+                request.more_body
+                or request.method != b"POST"
+                or size > bodies.at_once_bytes
+                or bodies.held_bytes + size > bodies.limit_bytes
+                or b"content-encoding" in request.fields
+            ):
+                if not await self._admit(request):
+                    return
+            else:  # nearly always
+                tenants = gate.tenants
+                request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
+                request.held_bytes = size
+                bodies.held_bytes += size
+                request.total_s = request.started_s + self._total_s
+            request.phase = "plan"
+            tenant, view, snapshot = request.tenant, understanding.read(request), None
+            assert tenant is not None
+            if view.model in self._fleet.tasks:
+                snapshot = self._fleet.snapshot(view.model, self._loop.time())
+            if snapshot is not None and snapshot.slots:
+                understanding.understand(request, tenant, view)
+                if not gate.start(request, tenant, snapshot.slots):
+                    await gate.enter(request, tenant)
                     snapshot = None
-                try:
-                    if request.trace is not None:
-                        request.planned_s = time.monotonic()
-                    await self._dispatch(request, snapshot)
-                finally:
-                    gate.leave(request)
+            else:
+                await self._hold(request, tenant, view)
+                snapshot = None
+            try:
+                if request.trace is not None:
+                    request.planned_s = time.monotonic()
+                await self._dispatch(request, snapshot)
+            finally:
+                gate.leave(request)
         except RequestError as error:
             if request.phase == "body":
                 await self._bodies.refuse(request, error)
@@ -132,7 +144,9 @@ class Proxy:
             logger.exception("a request failed inside the router")
             await request.break_off(500, "Internal error in the router.", "internal_error")
         finally:
-            self._end(request)
+            self._watched.discard(request)
+            bodies.held_bytes -= request.held_bytes
+            self._account.end(request)
 
     async def _hold(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Wait for a worker of the request's model, which has none, and until it may run. Raises
@@ -196,46 +210,29 @@ class Proxy:
             request.queued_tokens = 0
             await self._recovery.retry(request, decode, failure)
 
-    def _admit_at_once(self, request: Request) -> TenantState | None:
-        """Whose request it is, whose body is here, as nearly all are. None: it is not, or must be looked at.
-        Raises RequestError.
-        """
-        bodies, size = self._bodies, len(request.body)
-        if (
-            request.more_body
-            or size > bodies.at_once_bytes
-            or bodies.held_bytes + size > bodies.limit_bytes
-            or b"content-encoding" in request.fields
-        ):
-            return None
-        tenants = self._gate.tenants
-        tenant = request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
-        request.held_bytes = size
-        bodies.held_bytes += size
-        request.phase, request.total_s = "plan", request.started_s + self._total_s
-        return tenant
-
-    async def _admit_body(self, request: Request) -> TenantState | None:
-        """Whose request it is, once its body is here. None: it is refused, and the client was told."""
+    async def _admit(self, request: Request) -> bool:
+        """Whether the request is to be served, once its body is here. False: its client was told, or left."""
+        if request.method != b"POST":
+            await self._serve_other_method(request)
+            return False
         try:
-            tenant = self._whose(request)
+            request.tenant = self._whose(request)
             body = await self._bodies.read(request)
         except RequestError as error:
             await self._bodies.refuse(request, error)
-            return None
+            return False
         if body is None:
             request.end = "client"
             self._stats.client_aborts[request.phase] += 1
-            return None
+            return False
         request.body = body
-        request.phase, request.total_s = "plan", request.started_s + self._total_s
+        request.total_s = request.started_s + self._total_s
         if not request.connection.is_reading:  # for a large body, which was read
             request.connection.read_on()
-        return tenant
+        return True
 
     def _whose(self, request: Request) -> TenantState:
-        request.tenant = tenant = self._gate.authenticate(request.fields, request.address)
-        return tenant
+        return self._gate.authenticate(request.fields, request.address)
 
     async def _serve_other_method(self, request: Request) -> None:
         cors = self._cors
@@ -252,18 +249,6 @@ class Proxy:
             begin_trace(self._tracer, request)
         if self._cors is not None:
             request.more_headers = self._cors.headers(request.fields)
-
-    def _end(self, request: Request) -> None:
-        self._watched.discard(request)
-        self._bodies.held_bytes -= request.held_bytes
-        now_s = time.monotonic()
-        account(request, self._stats, now_s, self._level)
-        if self._logs_access:
-            log_access(request, now_s)
-        if self._trace_file is not None and (told := served(request, now_s)) is not None:
-            self._stats.untraced += not self._trace_file.record(told)
-        if request.trace is not None:
-            end_trace(request, now_s)
 
     async def _on_cancelled(self, request: Request) -> None:
         """The request was ended from outside: by its client, by its deadline, or by the server that stops."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Final
 
 from pdserve.logs import ThrottledLog
@@ -46,10 +47,12 @@ class Parts:
     ) -> None:
         self.config = config
         self.limits_s = config.deadlines
+        self.pull_ahead_tokens = config.pull_ahead_tokens or math.inf
         self.fleet = fleet
         self.gate = gate
         self.upstream = upstream
         self.stats = stats
+        self.placements = stats.placements
         self.loop = asyncio.get_running_loop()
         self.placer = Placer(config, fleet)
         self.wait = WorkerWait(fleet)

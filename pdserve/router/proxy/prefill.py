@@ -15,8 +15,8 @@ pages that are published.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
+from time import monotonic
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -26,7 +26,7 @@ from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.request_body import with_members
 from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.http.driven import Driven
-from pdserve.router.http.worker_connection import Waiter
+from pdserve.router.http.worker_connection import Waiter, WorkerConnection
 from pdserve.router.metrics.names import CACHES, TIERS, turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
@@ -84,7 +84,7 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     if asked.worker.lacks("settled"):
         return "settle=absent"
     request.phase = "settle"
-    begun_s = time.monotonic()
+    begun_s = monotonic()
     question = msgspec.json.encode({"request_id": asked.request_id, "timeout_s": wait_s})
     try:
         answer = await parts.fetch(request, asked.worker, "/pd/settled", question, wait_s + SLACK_S)
@@ -93,7 +93,7 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     except FAILURES as error:
         outcome = outcome_of(error)
     parts.stats.settle[outcome] += 1
-    request.parts_s["settle"] = time.monotonic() - begun_s
+    request.parts_s["settle"] = monotonic() - begun_s
     return f"settle={outcome}"
 
 
@@ -169,14 +169,10 @@ def count_prompt(stats: Stats, request: Request, tokens: Sequence[int]) -> None:
     """
     request.is_prompt_counted = True
     turn = turn_label(request.plan.turn) if request.plan.turn else "none"
-    *found, computed = tokens
-    if computed:
-        stats.turn_tokens[turn, "computed"] += computed
-    if any(found):
-        request.found_tokens = sum(found)
-        for tier, count in zip(TIERS, found, strict=False):
-            if count:
-                stats.turn_tokens[turn, tier] += count
+    for tier, count in zip(TIERS, tokens, strict=True):
+        if count:
+            stats.turn_tokens[turn, tier] += count
+    request.found_tokens = sum(tokens[:-1])
 
 
 async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
@@ -184,16 +180,37 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
     wait for it. Releases the claim. Returns the outcome as a word of the plan. Raises WorkerAnswerError when
     the request itself is at fault.
     """
-    request.phase, begun_s = "prefill", time.monotonic()
-    prefix = request.facts.prefix
+    request.phase, begun_s = "prefill", monotonic()
+    facts, info = request.facts, worker.info
+    is_foreign = info is not None and "prefill" in info.lacks
+    is_long = request.prefill_tokens >= parts.pull_ahead_tokens
     try:
-        if prefix is not None and prefix.digests and not worker.lacks("prefill"):
-            return f"stage={await _shared(parts, request, worker)}"
-        return f"stage={await _computed(parts, request, worker, parts.limits_s.prefill_s)}"
+        if facts.prefix is not None and facts.prefix.digests and not is_foreign:
+            outcome = await _shared(parts, request, worker)
+        elif is_foreign or is_long or parts.suspicion.is_active:
+            outcome = await _computed(parts, request, worker, parts.limits_s.prefill_s)
+        else:
+            limits_s = parts.limits_s
+            try:
+                up = await parts.upstream.exchange(
+                    request,
+                    worker,
+                    request.endpoint.prefill_target,
+                    request.lines,
+                    request.body,
+                    limits_s.prefill_s,
+                    limits_s.connect_s,
+                    None,
+                    MAX_ERROR_BYTES,
+                )
+                outcome = _read(parts, request, worker, up)
+            except FAILURES as error:
+                outcome = _failed(parts, request, worker, error)
+        return f"stage={outcome}"
     finally:
         if request.prefills is not None:
             release_prefill(parts, request)
-        spent_s, published_s = time.monotonic() - begun_s, request.published_s
+        spent_s, published_s = monotonic() - begun_s, request.published_s
         if published_s is None:
             request.parts_s["prefill"] = spent_s
         else:  # the worker reports it; it cannot be longer than what was measured here
@@ -246,7 +263,7 @@ def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
 
 async def _computed(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
     """As `ask`; where the prompt is long, the decode worker reads meanwhile what is published."""
-    if not 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
+    if request.plan.uncached_tokens < parts.pull_ahead_tokens:
         return await ask(parts, request, worker, limit_s, request)
     if request.plan.decode.lacks("pull"):
         request.words += ("pull=absent",)
@@ -274,10 +291,9 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     """The outcome at one worker, in one word. `owner`: who is resumed. Raises WorkerAnswerError as
     `prefill`.
     """
-    body, endpoint, stats = request.body, request.endpoint, parts.stats
+    body, endpoint = request.body, request.endpoint
     target = endpoint.prefill_target
-    is_plain = worker.info is not None and "prefill" in worker.info.lacks
-    if is_plain:
+    if worker.lacks("prefill"):
         target, body = endpoint.target, one_token_body(endpoint, body)
     has_turn = parts.suspicion.is_active and await parts.suspects.take_turn(request)
     try:
@@ -292,24 +308,30 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             None,
             MAX_ERROR_BYTES,
         )
-        if up.status != 200:
-            raise WorkerAnswerError(up.status, up.take())
-        report = None if is_plain else _decode_report(up.take())
+        return _read(parts, request, worker, up)
     except FAILURES as error:
         return _failed(parts, request, worker, error)
     finally:
         if has_turn:
             parts.suspects.pass_turn()
+
+
+def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) -> str:
+    """The outcome that an answer tells. Raises FAILURES."""
+    if up.status != 200:
+        raise WorkerAnswerError(up.status, up.take())
+    info = worker.info
+    report = None if info is not None and "prefill" in info.lacks else _decode_report(up.take())
     circuit = worker.circuit
     if circuit.failures or circuit.retry_at_s:
         parts.on_well(worker)
     if report is None:
         _note_plain(parts, request, worker)
-        stats.prefill["ok"] += 1
+        parts.stats.prefill["ok"] += 1
         return "one-token"
     _note(parts, request, worker, report)
     outcome = "partial" if report.missing_pages else "ok"
-    stats.prefill[outcome] += 1
+    parts.stats.prefill[outcome] += 1
     return outcome
 
 
@@ -348,6 +370,9 @@ def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport)
     stats.prompt_tokens += prompt_tokens
     if found is None or not (found.device or found.host or found.pool):
         tokens = 0, 0, 0, prompt_tokens
+        if prompt_tokens and not (request.is_prompt_counted or request.plan.turn):
+            request.is_prompt_counted = True
+            stats.turn_tokens["none", "computed"] += prompt_tokens
     else:
         cached = found.device + found.host + found.pool
         tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)

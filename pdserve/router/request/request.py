@@ -24,6 +24,7 @@ import re
 import time
 from binascii import hexlify
 from collections.abc import Callable, Coroutine, Sequence
+from functools import lru_cache
 from time import monotonic
 from typing import Any, Final, Literal, Self
 
@@ -76,6 +77,7 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 _PASSED_ON: Final = frozenset(PASSED_ON)
 _NO_PROMPT: Final = msgspec.Raw(b"")
+_END: Final = b"\r\n"
 _JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
@@ -90,6 +92,15 @@ def request_id(given: bytes | None) -> bytes:
     workers are asked about a request by its id.
     """
     return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
+
+
+@lru_cache(maxsize=1024)
+def told(words: tuple[str, ...]) -> bytes:
+    """What clients are told of a plan. Words of an added policy may hold anything."""
+    said = ", ".join(words)
+    if not said.isprintable():
+        said = "".join(character if character.isprintable() else "?" for character in said)
+    return said.encode("ascii", "replace")
 
 
 class Losses(msgspec.Struct):
@@ -114,7 +125,7 @@ class Request(ClientRequest):
         "phase", "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prefill_tokens",
         "prefills", "prompt", "published_s", "queued_tokens", "quiet_s", "rest", "room_line", "salt_line",
         "shows_insides", "started_s", "status", "streams", "suspects", "tenant", "total_s", "trace",
-        "trial", "turn", "turns_line", "up", "words", "worker", "worker_id",
+        "trial", "turn", "turns_line", "up", "used", "words", "worker", "worker_id",
     )  # fmt: skip
 
     # what is known of it
@@ -144,6 +155,8 @@ class Request(ClientRequest):
     """When its client must get a byte, on the same clock."""
     held_bytes: int
     """Bytes of the body, as counted by who bounds those of all requests."""
+    facts: RequestFacts
+    """What planning needs of it."""
     prompt: msgspec.Raw
     """As it stands in the body."""
     model: str
@@ -202,6 +215,8 @@ class Request(ClientRequest):
     """What it found cached, as a header says it."""
     missed: tuple[bytes, ...]
     """Why tokens of the prompt were not found: what its client changed, and what became of pages."""
+    is_prompt_counted: bool
+    """A worker has said where the prompt's tokens came from."""
     found_tokens: int
     """Of the prompt, those that a cache had, as the first worker said that knew."""
     decode_id: bytes
@@ -232,6 +247,8 @@ class Request(ClientRequest):
     """Of the answer, if it is a stream of events."""
     meter: Meter | None
     """Counts the answer's tokens, once the request was let in."""
+    used: tuple[int, int]
+    """Tokens of the prompt and of the answer, once it is over."""
     more_headers: Sequence[tuple[bytes, bytes]]
     """Headers of every answer to this request."""
     shows_insides: bool
@@ -252,6 +269,7 @@ class Request(ClientRequest):
         made.held_bytes = made.status = made.queued_tokens = made.found_tokens = 0
         made.asked_s = made.first_s = made.outage_s = made.planned_s = made.total_s = 0.0
         made.quiet_s = math.inf
+        made.used = 0, 0
         made.up = made.turn = made.rest = made.marks = made.meter = made.losses = made.prefills = None
         made.published_s = made.end = made.trace = made.tenant = made.waiter = None
         made._coroutine = made._awaited = None
@@ -300,16 +318,13 @@ class Request(ClientRequest):
 
     def begin(self) -> None:
         """Serve it."""
-        self.connection.shared.running.add(self)
         self._coroutine = self._handle(self)
         self.resume()
 
     def on_end(self) -> None:
         """It was served."""
-        connection = self.connection
-        connection.shared.running.discard(self)
         if not (self.is_complete or self.is_gone):
-            connection.transport.close()
+            self.connection.transport.close()
 
     def cancel(self, msg: str = "") -> None:
         """The server stops: not within a step of another request."""
@@ -383,13 +398,8 @@ class Request(ClientRequest):
         return (0, 0) if meter is None else meter.total(self.is_stream)
 
     def tell_plan(self) -> None:
-        """The client is told what has become of the plan until now. Words of an added policy may hold
-        anything.
-        """
-        said = ", ".join(self.words)
-        if not said.isprintable():
-            said = "".join(character if character.isprintable() else "?" for character in said)
-        self.plan_words = said.encode("ascii", "replace")
+        """The client is told what has become of the plan until now."""
+        self.plan_words = told(self.words)
 
     def answer(
         self,
@@ -413,27 +423,29 @@ class Request(ClientRequest):
             self.is_stream = length is None
         if has_head:
             return
-        lines += b"x-request-id: %b\r\n" % self.id
-        for pair in self.more_headers:
-            lines += b"%b: %b\r\n" % pair
-        tenant = self.tenant
-        if tenant is not None and (tenant.requests is not None or tenant.tokens is not None):
-            now_s = self.connection.loop.time()
-            for pair in rate_headers(tenant, self.endpoint.errors, now_s, time.time()):
-                lines += b"%b: %b\r\n" % pair
+        head = [lines, b"x-request-id: ", self.id, _END]
+        if self.more_headers or (self.tenant is not None and self.tenant.has_rates):
+            head += self._more_lines()
         if words := self.plan_words:
-            if not self.shows_insides:
-                words = _FIGURES.sub(b"", words)
-            lines += b"x-pdserve-plan: %b\r\n" % words
-            if self.prefill_id and self.shows_insides:
-                lines += b"x-pdserve-prefill: %b\r\n" % self.prefill_id
+            shows_insides = self.shows_insides
+            head += (b"x-pdserve-plan: ", words if shows_insides else _FIGURES.sub(b"", words), _END)
+            if self.prefill_id and shows_insides:
+                head += (b"x-pdserve-prefill: ", self.prefill_id, _END)
             if self.prefill_cached:
-                lines += b"x-pdserve-prefill-cached: %b\r\n" % self.prefill_cached
+                head += (b"x-pdserve-prefill-cached: ", self.prefill_cached, _END)
             if self.missed:
-                lines += b"x-pdserve-miss: %b\r\n" % b", ".join(self.missed)
-            if self.decode_id and self.shows_insides:
-                lines += b"x-pdserve-decode: %b\r\n" % self.decode_id
-        self.start(status, lines, length, closes=closes)
+                head += (b"x-pdserve-miss: ", b", ".join(self.missed), _END)
+            if self.decode_id and shows_insides:
+                head += (b"x-pdserve-decode: ", self.decode_id, _END)
+        self.start(status, head, length, closes=closes)
+
+    def _more_lines(self) -> list[bytes]:
+        """Header lines of the answer that most have not."""
+        pairs = [*self.more_headers]
+        if self.tenant is not None and self.tenant.has_rates:
+            now_s = self.connection.loop.time()
+            pairs += rate_headers(self.tenant, self.endpoint.errors, now_s, time.time())
+        return [b"%b: %b\r\n" % pair for pair in pairs]
 
     def relay(self, up: WorkerConnection) -> None:
         """Pass on what has come of a stream that has begun. The worker's connection calls this for each read:

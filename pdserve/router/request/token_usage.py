@@ -16,8 +16,10 @@ quotes would be escaped, so no answer's text can pretend.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from pdserve.router.api.endpoints import OPENAI_USAGE, Usage
+from pdserve.router.native.slots import copied
 from pdserve.router.request.stream_marks import StreamMarks
 
 _EVENT = b"\ndata: "
@@ -43,29 +45,35 @@ class Meter:
         "_usage", "charged_tokens", "events", "mark", "marks", "prompt_tokens",
     )  # fmt: skip
 
-    def __init__(
-        self, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1
-    ) -> None:
+    mark: bytes
+    """In each piece that says the output's tokens."""
+    charged_tokens: int
+    """Taken from the tenant's bucket when the request was let in."""
+    prompt_tokens: int | None
+    """What the prompt has, as a worker says that has computed it; several prompts together."""
+    events: int
+    marks: StreamMarks | None
+    """Of the stream: they list its tokens, and say at the end what it has used."""
+    _is_done: bool
+    _said: bytes
+    _pieces: tuple[int, int, int]
+    """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
+    _prompts: dict[bytes, int]
+    _outputs: dict[bytes, int]
+    """Of a stream, by choice, as last said."""
+
+    def __new__(
+        cls, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1
+    ) -> Meter:
         """`choices`: answers to each of the `prompts`."""
-        self._usage = usage
-        self.mark = usage.mark
-        """In each piece that says the output's tokens."""
-        self._prompt_count = prompts
-        self._choices = choices
-        self.charged_tokens = charged_tokens
-        """Taken from the tenant's bucket when the request was let in."""
-        self.prompt_tokens: int | None = None
-        """What the prompt has, as a worker says that has computed it; several prompts together."""
-        self.events = 0
-        self.marks: StreamMarks | None = None
-        """Of the stream: they list its tokens, and say at the end what it has used."""
-        self._is_done = False
-        self._said = b""
-        self._pieces = 0, 0, 0
-        """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
-        self._prompts: dict[bytes, int] = {}
-        self._outputs: dict[bytes, int] = {}
-        """Of a stream, by choice, as last said."""
+        made = copied(_BLANK)
+        made._usage = usage
+        made.mark = usage.mark
+        made._prompt_count = prompts
+        made._choices = choices
+        made.charged_tokens = charged_tokens
+        made._prompts, made._outputs = {}, {}
+        return made
 
     def count(self, data: bytes, begins_line: bool = True) -> None:
         """Whole events of a stream. `begins_line`: what came before ended a line. Of a stream with marks,
@@ -143,6 +151,14 @@ class Meter:
             for name, said in ((self._usage.prompt, self._prompts), (self._usage.output, self._outputs)):
                 if number := name.search(event):
                     said[choice[1] if choice else b""] = int(number[1])
+
+
+_BLANK: Final = object.__new__(Meter)
+_BLANK.prompt_tokens = _BLANK.marks = None
+_BLANK.events = 0
+_BLANK._is_done = False
+_BLANK._said = b""
+_BLANK._pieces = 0, 0, 0
 
 
 def _sum_of_list(said: bytes) -> int:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.native import heads, scan, slots
+from pdserve.router.native import answers, heads, scan, slots
 
 COMPILED: Any = None
 with contextlib.suppress(ImportError):
@@ -160,3 +160,42 @@ def test_a_copy_has_the_same_values_and_a_life_of_its_own(copied: Any) -> None:
     for other in (Open(), [], 1, copied, heads.HeaderLines(1)):
         with pytest.raises((TypeError, AttributeError)):
             copied(other)
+
+
+ANSWERS = st.sampled_from(
+    [
+        b"HTTP/1.1 200 OK\r\nX-A: b\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\nHTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\nx-b: t\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 1\r\n\r\n!",
+        b"HTTP/1.1 700 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\nno length",
+    ]
+)
+
+
+@given(st.lists(ANSWERS, min_size=1, max_size=4), st.lists(st.integers(1, 40), min_size=1), st.data())
+def test_answers_are_gathered_alike(sent: list[bytes], cuts: list[int], data: st.DataObject) -> None:
+    """Answers in pieces of any length; before some of them, who asks gets ready for another one."""
+    text, at = b"".join(sent), 0
+    made = [kind() for kind in {answers.PlainAnswer, answers.Answer}]
+    for one in made:
+        one.parser = httptools.HttpResponseParser(one)
+    while at < len(text):
+        piece, at = text[at : at + cuts[at % len(cuts)]], at + cuts[at % len(cuts)]
+        is_next = data.draw(st.booleans())
+        seen = []
+        for one in made:
+            if one.is_whole and is_next:
+                one.status, one.is_whole = 0, False
+            error = ""
+            try:
+                one.parser.feed_data(piece)
+            except httptools.HttpParserError as broken:
+                error = str(broken.__context__ or broken)
+            seen.append((one.status, one.pairs, one.pieces, one.rest, one.is_whole, one.keeps, error))
+        assert seen[0] == seen[-1]
+        if seen[0][-1]:
+            break
+    for one in made:
+        one.parser = None
