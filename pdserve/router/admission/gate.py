@@ -21,7 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.metric import Labels
 from pdserve.router.admission.queue import FairQueue, Lane, State, Ticket
-from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
+from pdserve.router.admission.start_by import CODE, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import OTHERS
@@ -160,16 +160,16 @@ class Gate:
         """A slot is not used after all."""
         self._wake(self.queue.leave(ticket, self._loop.time()))
 
-    def start(self, request: Request, tenant: TenantState, slots: int) -> bool:
+    def start(self, request: Request, tenant: TenantState, slots: int, now_s: float) -> bool:
         """Let a request that has come run, where nobody waits and nothing keeps it from that; it must `leave`
         then. False: it must `enter`. `slots`: those of its model now.
         """
-        if tenant.has_rates or self._is_bounded or not HEADERS.isdisjoint(request.fields):
+        if tenant.has_rates or self._is_bounded or not request.is_plain:
             return False
         lane = self.queue.start(request.model, tenant, slots)
         if lane is None:
             return False
-        self._entered(request, tenant, lane, self._loop.time())
+        self._entered(request, tenant, lane, now_s)
         return True
 
     async def enter(self, request: Request, tenant: TenantState, held: Ticket | None = None) -> None:

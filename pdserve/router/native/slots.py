@@ -4,9 +4,11 @@ them costs a tenth of a constructor that writes each. By the compiled module or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, TypeVar
 
 T = TypeVar("T")
+_UNSET: Final = object()
 
 
 def plain_copied(of: T) -> T:
@@ -15,13 +17,18 @@ def plain_copied(of: T) -> T:
     """
     kind = type(of)
     made = object.__new__(kind)
-    if hasattr(made, "__dict__"):
-        raise TypeError(f"{kind.__name__} has more than slots")
-    for base in kind.__mro__[:-1]:
-        for name in base.__slots__:  # type: ignore[attr-defined]
-            if hasattr(of, name):
-                setattr(made, name, getattr(of, name))
+    for name in _slots_of(kind):
+        value = getattr(of, name, _UNSET)
+        if value is not _UNSET:
+            setattr(made, name, value)
     return made
+
+
+@lru_cache(maxsize=64)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    if kind.__dictoffset__ or kind.__weakrefoffset__:
+        raise TypeError(f"{kind.__name__} has more than slots")
+    return tuple(name for base in kind.__mro__[:-1] for name in base.__dict__["__slots__"])
 
 
 if TYPE_CHECKING:

@@ -200,7 +200,7 @@ class Planner(msgspec.Struct, frozen=True):
             decode,
             prefill,
             None if last is None else _settle(facts, snapshot, last, decode, prefill),
-            (*why, *_words(str(choice) if choice.figures else choice.reason, why_prefill)),
+            why + _words(str(choice) if choice.figures else choice.reason, why_prefill),
             _causes(choice.cause or choice.reason, cause),
             facts.prompt_tokens_estimate if places is None else _uncached(facts, prefill or decode, places),
             places,

@@ -10,6 +10,7 @@ from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
+from pdserve.router.admission.start_by import HEADERS
 from pdserve.router.api.endpoints import ENDPOINTS, fold
 from pdserve.router.api.errors import NoWorkerError, error_of
 from pdserve.router.api.request_body import RequestView
@@ -55,8 +56,6 @@ class Proxy:
     ) -> None:
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
-        self.request: Final[Callable[..., Request]] = Request.maker(self.handle)
-        """Makes the requests that are served here."""
         self._parts = parts = Parts(config, fleet, gate, upstream, stats)
         self._fleet = fleet
         self.placer: Final = parts.placer
@@ -74,6 +73,9 @@ class Proxy:
         self._understanding = Understanding(
             config, fleet, gate, stats, needs_prefix=parts.placer.needs_prefix
         )
+        told_by = *HEADERS, *self._understanding.told_by, b"content-encoding"
+        self.request: Final[Callable[..., Request]] = Request.maker(self.handle, told_by)
+        """Makes the requests that are served here."""
         self._decode = Decode(parts)
         self._recovery = Recovery(parts, self._decode)
         self._direct = DirectWay(parts, self._decode, self._recovery)
@@ -91,7 +93,6 @@ class Proxy:
     async def handle(self, request: Request) -> None:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
         bodies, gate, understanding, size = self._bodies, self._gate, self._understanding, len(request.body)
-        request.total_s = request.started_s + bodies.limit_s
         self._watched.add(request)
         self._stats.in_flight += 1
         if self._has_extras:
@@ -102,8 +103,9 @@ class Proxy:
                 or request.method != b"POST"
                 or size > bodies.at_once_bytes
                 or bodies.held_bytes + size > bodies.limit_bytes
-                or b"content-encoding" in request.fields
+                or (not request.is_plain and b"content-encoding" in request.fields)
             ):
+                request.total_s = request.started_s + bodies.limit_s
                 if not await self._admit(request):
                     return
             else:  # nearly always
@@ -115,11 +117,12 @@ class Proxy:
             request.phase = "plan"
             tenant, view, snapshot = request.tenant, understanding.read(request), None
             assert tenant is not None
+            now_s = self._loop.time()
             if view.model in self._fleet.tasks:
-                snapshot = self._fleet.snapshot(view.model, self._loop.time())
+                snapshot = self._fleet.snapshot(view.model, now_s)
             if snapshot is not None and snapshot.slots:
                 understanding.understand(request, tenant, view)
-                if not gate.start(request, tenant, snapshot.slots):
+                if not gate.start(request, tenant, snapshot.slots, now_s):
                     await gate.enter(request, tenant)
                     snapshot = None
             else:
@@ -128,7 +131,7 @@ class Proxy:
             try:
                 if request.trace is not None:
                     request.planned_s = time.monotonic()
-                await self._dispatch(request, snapshot)
+                await self._dispatch(request, snapshot, now_s)
             finally:
                 gate.leave(request)
         except RequestError as error:
@@ -162,16 +165,17 @@ class Proxy:
             raise
         await gate.enter(request, tenant, held)
 
-    async def _dispatch(self, request: Request, snapshot: Snapshot | None) -> None:
-        """Have workers answer. `snapshot`: those of its model, where they are known to be of now. Both
+    async def _dispatch(self, request: Request, snapshot: Snapshot | None, now_s: float) -> None:
+        """Have workers answer. `snapshot`: those of its model now, `now_s`, where they are known. Both
         workers are claimed while the last turn settles. Raises RequestError, and WorkerAnswerError when the
         request itself is at fault. On cancellation all load is released.
         """
         parts, fleet, last = self._parts, self._fleet, None
-        now_s = parts.loop.time()
         if parts.suspicion.is_active:
             await parts.suspects.check(request)
-            snapshot, now_s = None, parts.loop.time()
+            snapshot = None
+        if snapshot is None:
+            now_s = parts.loop.time()
         if request.facts.session is not None:
             last = last_turn(parts, request)
         try:
@@ -179,7 +183,7 @@ class Proxy:
         except NoWorkerError:
             made = await first_plan(parts, request, last)
             now_s = parts.loop.time()
-        parts.budget.on_request()
+        parts.budget.requests += 1
         if request.streams and request.endpoint.streams:
             request.quiet_s = now_s + self._early_head_s
         if made.handoff == "direct":

@@ -203,7 +203,7 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
                     None,
                     MAX_ERROR_BYTES,
                 )
-                outcome = _read(parts, request, worker, up)
+                outcome = _read(parts, request, worker, up, is_foreign=False)
             except FAILURES as error:
                 outcome = _failed(parts, request, worker, error)
         return f"stage={outcome}"
@@ -292,8 +292,8 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     `prefill`.
     """
     body, endpoint = request.body, request.endpoint
-    target = endpoint.prefill_target
-    if worker.lacks("prefill"):
+    target, is_foreign = endpoint.prefill_target, worker.lacks("prefill")
+    if is_foreign:
         target, body = endpoint.target, one_token_body(endpoint, body)
     has_turn = parts.suspicion.is_active and await parts.suspects.take_turn(request)
     try:
@@ -308,7 +308,7 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             None,
             MAX_ERROR_BYTES,
         )
-        return _read(parts, request, worker, up)
+        return _read(parts, request, worker, up, is_foreign=is_foreign)
     except FAILURES as error:
         return _failed(parts, request, worker, error)
     finally:
@@ -316,12 +316,11 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             parts.suspects.pass_turn()
 
 
-def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) -> str:
+def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection, *, is_foreign: bool) -> str:
     """The outcome that an answer tells. Raises FAILURES."""
     if up.status != 200:
         raise WorkerAnswerError(up.status, up.take())
-    info = worker.info
-    report = None if info is not None and "prefill" in info.lacks else _decode_report(up.take())
+    report = None if is_foreign else _decode_report(up.take())
     circuit = worker.circuit
     if circuit.failures or circuit.retry_at_s:
         parts.on_well(worker)

@@ -83,7 +83,7 @@ class Understanding:
         self._needs_prefix = needs_prefix
         self._sources = sources = parse_sources(config.session.sources)
         of_sessions = (one.header for one in sources if one.header)
-        self._told_by = frozenset((*of_sessions, PRIORITY_HEADER, RETAIN_HEADER))
+        self.told_by: Final = frozenset((*of_sessions, PRIORITY_HEADER, RETAIN_HEADER))
         """Headers by which clients say more of a request."""
         kinds = {one.kind for one in sources if not one.header}
         self._looks_further = bool(kinds - {"user", "prompt_cache_key", "metadata.user_id"})
@@ -138,22 +138,25 @@ class Understanding:
         request.prompt = prompt = view.prompt_json(endpoint.prompt_fields)
         takes_media = model not in fleet.text_only
         several, tokens = measure_prompt(prompt, may_be_media=takes_media)
-        is_usual = endpoint.is_usual and not (
-            several
-            or view.user
-            or view.prompt_cache_key
-            or view.metadata
-            or view.n
-            or view.best_of
-            or view.sampling_params
-            or view.cache_salt
-            or view.priority
-            or view.diagnostics
-            or self._looks_further
-            or self._gate.tenants.has_keys
-            or tenant.limits.retain_tokens
+        is_usual = (
+            request.is_plain
+            and endpoint.is_usual
+            and not (
+                several
+                or view.user
+                or view.prompt_cache_key
+                or view.metadata
+                or view.n
+                or view.best_of
+                or view.sampling_params
+                or view.cache_salt
+                or view.priority
+                or view.diagnostics
+                or self._looks_further
+                or self._gate.tenants.has_keys
+                or tenant.limits.retain_tokens
+            )
         )
-        is_usual = is_usual and self._told_by.isdisjoint(request.fields)
         prefix = None
         if is_usual and self._needs_prefix:
             prefix = prefix_of(view, prompt, view.model or model)

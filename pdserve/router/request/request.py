@@ -23,7 +23,7 @@ import os
 import re
 import time
 from binascii import hexlify
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import lru_cache
 from time import monotonic
 from typing import Any, Final, Literal, Self
@@ -75,7 +75,6 @@ _FIELD_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
 _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
-_PASSED_ON: Final = frozenset(PASSED_ON)
 _NO_PROMPT: Final = msgspec.Raw(b"")
 _END: Final = b"\r\n"
 _JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
@@ -87,11 +86,13 @@ def new_ids() -> list[bytes]:
     return [drawn[at : at + 24] for at in range(0, len(drawn), 24)]
 
 
-def request_id(given: bytes | None) -> bytes:
-    """The id of a request: the client's own if it is short and plain, else a new one that nobody guesses:
-    workers are asked about a request by its id.
+def request_id(given: bytes | None, new: bytes = b"") -> bytes:
+    """The id of a request: the client's own if it is short and plain, else `new`, or one that is made. Nobody
+    must guess it: workers are asked about a request by its id.
     """
-    return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
+    if given and _REQUEST_ID.fullmatch(given):
+        return given
+    return new or hexlify(os.urandom(12))
 
 
 @lru_cache(maxsize=1024)
@@ -120,18 +121,20 @@ class Request(ClientRequest):
     __slots__ = (
         "_handle", "asked_s", "between_s", "cached_before", "decode_id", "end", "endpoint", "ends_line",
         "entered_s", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
-        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lane",
-        "lines", "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s", "parts_s",
-        "phase", "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prefill_tokens",
-        "prefills", "prompt", "published_s", "queued_tokens", "quiet_s", "rest", "room_line", "salt_line",
-        "shows_insides", "started_s", "status", "streams", "suspects", "tenant", "total_s", "trace",
-        "trial", "turn", "turns_line", "up", "used", "words", "worker", "worker_id",
+        "is_early", "is_plain", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line",
+        "lane", "lines", "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s",
+        "parts_s", "phase", "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id",
+        "prefill_tokens", "prefills", "prompt", "published_s", "queued_tokens", "quiet_s", "rest",
+        "room_line", "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant",
+        "total_s", "trace", "trial", "turn", "turns_line", "up", "used", "words", "worker", "worker_id",
     )  # fmt: skip
 
     # what is known of it
     endpoint: Endpoint
     fields: dict[bytes, bytes]
     """The headers by name."""
+    is_plain: bool
+    """None of its headers says what the router looks at."""
     worker_id: bytes
     """The request's id at the workers."""
     lines: bytes
@@ -280,10 +283,12 @@ class Request(ClientRequest):
 
     @classmethod
     def maker(
-        cls, handle: Callable[[Request], Coroutine[Any, Any, None]]
+        cls, handle: Callable[[Request], Coroutine[Any, Any, None]], told_by: Collection[bytes] = ()
     ) -> Callable[[Channel, bytes, bytes, str, Headers], Self]:
-        """Makes the requests that `handle` serves. It is called as the constructor of ClientRequest."""
-        blank = cls.blank()
+        """Makes the requests that `handle` serves. It is called as the constructor of ClientRequest.
+        `told_by`: headers that `handle` looks at.
+        """
+        blank, telling = cls.blank(), frozenset((*told_by, *PASSED_ON, b"x-request-id"))
         blank._handle = handle
 
         def make(connection: Channel, method: bytes, target: bytes, path: str, headers: Headers) -> Self:
@@ -295,21 +300,18 @@ class Request(ClientRequest):
             made.headers = headers
             made.endpoint = endpoint = ENDPOINTS[path]
             made.fields = fields = dict(headers)
-            given = fields.get(b"x-request-id")
-            if given is None:
-                ids = connection.shared.ids
-                if not ids:
-                    ids += new_ids()
-                id_ = ids.pop()
-            else:
-                id_ = request_id(given)
-            made.id = made.worker_id = id_
             made.parts_s = {}
             made.started_s = monotonic()
-            if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
-                made.set_lines()
-            else:
+            made.is_plain = is_plain = telling.isdisjoint(fields)
+            ids = connection.shared.ids
+            if not ids:
+                ids += new_ids()
+            made.id = made.worker_id = id_ = ids.pop()
+            if is_plain and not endpoint.is_form:
                 made.lines = _JSON_LINES % id_
+            else:
+                made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
+                made.set_lines()
             return made
 
         return make
