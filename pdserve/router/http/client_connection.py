@@ -243,7 +243,8 @@ class ClientConnection(Channel):
             self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
             self._refuse(_NOT_HTTP)
         running = self._running
-        if self._sending != "idle" or self._head.is_open or self._pipeline:  # more than one whole request
+        # the parser's callbacks have ended the request, nearly always
+        if self._sending != "idle" or self._head.is_open or self._pipeline:  # type: ignore[comparison-overlap]
             self._bound()
         if self._unbegun and running is not None:
             self._unbegun = False

@@ -108,7 +108,7 @@ class WorkerConnection(Answer, asyncio.Protocol):
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self.clock = pool.clock
+        self.clock: Deadlines = pool.clock
         self.parser = httptools.HttpResponseParser(self)
         self._feed: Any = self.parser.feed_data
         self._is_tls = False
@@ -295,7 +295,7 @@ class WorkerPool:
         self.lines = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-length: " % (worker.id_header, authorization)
         """What stands in each request between its target and the length of its body."""
         self.worker = worker
-        self.clock = upstream.deadlines
+        self.clock: Deadlines = upstream.deadlines
         self.counts = upstream.counts
         self.idle: deque[WorkerConnection] = deque()
         self.open: set[WorkerConnection] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 
@@ -11,7 +12,17 @@ class PlainAnswer:
     `is_whole` to False. A 1xx head is dropped: the final head follows.
     """
 
-    __slots__ = ("_is_head_over", "is_whole", "keeps", "pairs", "parser", "pieces", "rest", "status")
+    __slots__ = (
+        "_is_head_over",
+        "is_whole",
+        "keeps",
+        "on_body",
+        "pairs",
+        "parser",
+        "pieces",
+        "rest",
+        "status",
+    )
     parser: Any
     """Whoever has made it sets it, and takes it away in the end: they refer to each other."""
     status: int
@@ -25,12 +36,15 @@ class PlainAnswer:
     is_whole: bool
     keeps: bool
     """The connection can carry another request."""
+    on_body: Callable[[bytes], None]
+    """A piece of the body."""
 
     def __new__(cls, *_for_init: object) -> Self:
         """Nothing of an answer has come."""
         made = super().__new__(cls)
         made.parser, made.status, made.pairs, made.pieces, made.rest = None, 0, [], [], b""
         made.is_whole, made.keeps, made._is_head_over = False, True, True
+        made.on_body = made.pieces.append
         return made
 
     def on_message_begin(self) -> None:
@@ -57,10 +71,6 @@ class PlainAnswer:
             raise ValueError(f"its status is {status}")
         if status >= 200:
             self.status = status
-
-    def on_body(self, piece: bytes) -> None:
-        """A piece of the body."""
-        self.pieces.append(piece)
 
     def on_message_complete(self) -> None:
         """A message is over: an interim one, or the answer. What follows that is not of it."""

@@ -17,7 +17,7 @@ def plain_copied(of: T) -> T:
     """
     kind = type(of)
     made = object.__new__(kind)
-    for name in _slots_of(kind):
+    for name in _slots_of(kind):  # type: ignore[arg-type]  # a class is hashable
         value = getattr(of, name, _UNSET)
         if value is not _UNSET:
             setattr(made, name, value)

@@ -26,7 +26,7 @@ from binascii import hexlify
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import lru_cache
 from time import monotonic
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -128,6 +128,8 @@ class Request(ClientRequest):
         "room_line", "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant",
         "total_s", "trace", "trial", "turn", "turns_line", "up", "used", "words", "worker", "worker_id",
     )  # fmt: skip
+
+    _handle: Callable[[Request], Coroutine[Any, Any, None]]
 
     # what is known of it
     endpoint: Endpoint
@@ -258,7 +260,7 @@ class Request(ClientRequest):
     """The client may see where the workers are, and how busy."""
 
     @classmethod
-    def blank(cls) -> Self:
+    def blank(cls) -> Request:
         """One of which nothing is known: each request begins as its copy."""
         made = cls.__new__(cls)
         made.facts = _NO_FACTS
@@ -284,14 +286,14 @@ class Request(ClientRequest):
     @classmethod
     def maker(
         cls, handle: Callable[[Request], Coroutine[Any, Any, None]], told_by: Collection[bytes] = ()
-    ) -> Callable[[Channel, bytes, bytes, str, Headers], Self]:
+    ) -> Callable[[Channel, bytes, bytes, str, Headers], Request]:
         """Makes the requests that `handle` serves. It is called as the constructor of ClientRequest.
         `told_by`: headers that `handle` looks at.
         """
         blank, telling = cls.blank(), frozenset((*told_by, *PASSED_ON, b"x-request-id"))
         blank._handle = handle
 
-        def make(connection: Channel, method: bytes, target: bytes, path: str, headers: Headers) -> Self:
+        def make(connection: Channel, method: bytes, target: bytes, path: str, headers: Headers) -> Request:
             made = copied(blank)
             made.connection = connection
             made.method = method

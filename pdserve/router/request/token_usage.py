@@ -45,6 +45,9 @@ class Meter:
         "_usage", "charged_tokens", "events", "mark", "marks", "prompt_tokens",
     )  # fmt: skip
 
+    _usage: Usage
+    _choices: int
+    _prompt_count: int
     mark: bytes
     """In each piece that says the output's tokens."""
     charged_tokens: int
