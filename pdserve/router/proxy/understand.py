@@ -32,9 +32,9 @@ from pdserve.router.api.request_body import (
     decode_request,
     estimate_prompt_tokens,
     has_media,
-    measure_prompt,
     parse_request,
     read_form,
+    read_prompt,
     with_member,
 )
 from pdserve.router.config.router import RouterConfig
@@ -135,9 +135,9 @@ class Understanding:
             model = self._gate.model_of(request, view.model)
         request.model = model
         self._turns[model] = turn = self._turns[model] + 1
-        request.prompt = prompt = view.prompt_json(endpoint.prompt_fields)
         takes_media = model not in fleet.text_only
-        several, tokens = measure_prompt(prompt, may_be_media=takes_media)
+        prompt, several, tokens = read_prompt(view, endpoint.prompt_fields, may_be_media=takes_media)
+        request.prompt = prompt
         is_usual = (
             request.is_plain
             and endpoint.is_usual

@@ -134,7 +134,14 @@ class Meter:
 
     def _sums(self) -> tuple[int, int, int]:
         prompt, output, count = self._pieces
-        usage = self._usage
+        usage, data = self._usage, self._said
+        if usage.prompt_mark and self._choices == self._prompt_count == 1 and not count:
+            # said once, and near the end of an answer that may be long
+            asked, answered = data.rfind(usage.prompt_mark), data.rfind(usage.mark)
+            prompt_said = usage.prompt.match(data, asked) if asked >= 0 else None
+            output_said = usage.output.match(data, answered) if answered >= 0 else None
+            prompt += int(prompt_said[1]) if prompt_said else 0
+            return prompt, output + (int(output_said[1]) if output_said else 0), 1
         for said in usage.prompt.findall(self._said):
             if count % self._choices == 0:  # the answers to a prompt stand together
                 prompt += _sum_of_list(said) if usage.is_list else int(said)
