@@ -27,8 +27,9 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import OTHERS
 from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models
 from pdserve.router.metrics.stats import Histogram
+from pdserve.router.native.slots import copied
 from pdserve.router.request.request import Request
-from pdserve.router.request.token_usage import Meter
+from pdserve.router.request.token_usage import ONE_ANSWER, Meter
 from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
 from pdserve.router.tenants.tenant import Tenants, TenantState
 from pdserve.security.failed_logins import FailedLogins
@@ -169,7 +170,14 @@ class Gate:
         lane = self.queue.start(request.model, tenant, slots)
         if lane is None:
             return False
-        self._entered(request, tenant, lane, now_s)
+        request.lane, request.entered_s = lane, now_s
+        tenant.use.requests += 1
+        facts = request.facts
+        if facts.choices == facts.prompts == 1:
+            request.meter = meter = copied(ONE_ANSWER[request.path])
+            meter.charged_tokens = facts.charged_tokens
+        else:
+            request.meter = _meter(request)
         return True
 
     async def enter(self, request: Request, tenant: TenantState, held: Ticket | None = None) -> None:
@@ -207,10 +215,9 @@ class Gate:
         return ticket
 
     def _entered(self, request: Request, tenant: TenantState, lane: Lane, now_s: float) -> None:
-        facts = request.facts
         request.lane, request.entered_s = lane, now_s
         tenant.use.requests += 1
-        request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
+        request.meter = _meter(request)
 
     def _time_to_begin(self, request: Request, tenant: TenantState) -> float:
         """How long the call may still wait, as its client says. Raises RequestError: 400, or 429 if it cannot
@@ -348,6 +355,11 @@ class Gate:
         self._wake(self.queue.expire(self._loop.time()))
         self.fill()
         self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None
+
+
+def _meter(request: Request) -> Meter:
+    facts = request.facts
+    return Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
 
 
 def gate_metrics(gate: Gate) -> dict[str, dict[Labels, int]]:

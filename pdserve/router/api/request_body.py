@@ -224,8 +224,8 @@ def estimate_prompt_tokens(prompt_json: bytes, *, may_be_media: bool = True) -> 
 def read_prompt(
     view: RequestView, fields: tuple[str, ...], *, may_be_media: bool
 ) -> tuple[msgspec.Raw, bool, int]:
-    """The prompt, see `RequestView.prompt_json`; whether it is a list of prompts, also of a single one; and an
-    estimate of its tokens.
+    """The prompt, see `RequestView.prompt_json`; whether it is a list of prompts, also of a single one; and
+    an estimate of its tokens.
     """
     said = view.messages
     if said and not view.input_ids and fields == CHAT_FIELDS and memoryview(said)[:3] == _MESSAGES:

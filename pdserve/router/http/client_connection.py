@@ -365,7 +365,6 @@ class ClientConnection(Channel):
 
     def on_response_complete(self, request: ClientRequest) -> None:
         """The answer is sent: the next request's turn."""
-        self.shared.total_requests += 1
         if not request.keep_alive:
             if request.more_body:
                 self.close_in_order()

@@ -57,7 +57,9 @@ class Account:
                     stats.model_first_token[model].observe(until_first_s)
                     if (more := request.used[1] - 1) > 0:
                         stats.model_inter_token[model].observe((now_s - first_s) / more)
-            stats.on_request()
+            stats.left -= 1
+            if not stats.left:
+                stats.count()
         if self._has_more:
             self._note(request, now_s)
         if request.trace is not None:

@@ -131,14 +131,14 @@ class PrefillReport(msgspec.Struct):
     turns: Annotated[str, Meta(max_length=1024)] = "0"
     """Which earlier answers it gave recorded tokens, a bit for each segment of the prompt."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for words that may not become headers. msgspec's `pattern` looks at each report,
-        and takes half of the time that reading one takes.
+    def check(self) -> None:
+        """Raises msgspec.ValidationError for words that may not become headers. msgspec's `pattern` looks at
+        each report, and takes half of the time that reading one takes.
         """
         if self.missed and not _MISSED.fullmatch(self.missed):
-            raise ValueError("missed: not the words of a report")
+            raise msgspec.ValidationError("missed: not the words of a report")
         if self.turns != "0" and not _TURNS.fullmatch(self.turns):
-            raise ValueError("turns: no hexadecimal number")
+            raise msgspec.ValidationError("turns: no hexadecimal number")
 
 
 _decode_report = msgspec.json.Decoder(PrefillReport).decode
@@ -208,7 +208,10 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
                 outcome = _failed(parts, request, worker, error)
         return f"stage={outcome}"
     finally:
-        if request.prefills is not None:
+        if request.prefills is worker:
+            request.prefills = None
+            parts.fleet.on_released(worker, request.prefill_tokens, 1)
+        elif request.prefills is not None:
             release_prefill(parts, request)
         spent_s, published_s = monotonic() - begun_s, request.published_s
         if published_s is None:
@@ -321,6 +324,8 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection, 
     if up.status != 200:
         raise WorkerAnswerError(up.status, up.take())
     report = None if is_foreign else _decode_report(up.take())
+    if report is not None and (report.missed or report.turns != "0"):
+        report.check()
     circuit = worker.circuit
     if circuit.failures or circuit.retry_at_s:
         parts.on_well(worker)

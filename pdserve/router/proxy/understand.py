@@ -105,8 +105,11 @@ class Understanding:
                 view = parse_tenant_request(body) if has_keys else decode_request(body)
             except UNREADABLE:
                 view = parse_request(body)  # says what is wrong
-        first = view.system or view.instructions or view.messages or view.input
-        if MARK in bytes(memoryview(first)[:HEAD_BYTES]) and not self._keeps_nonces:
+        start = body
+        if len(body) > HEAD_BYTES:
+            first = view.system or view.instructions or view.messages or view.input
+            start = bytes(memoryview(first)[:HEAD_BYTES])
+        if MARK in start and not self._keeps_nonces:
             view = self._without_nonce(request, view, has_keys=has_keys)
         request.streams = view.stream is True
         if view.model not in self._fleet.tasks or view.model in self._gate.aliases:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from pdserve.router.api.endpoints import OPENAI_USAGE, Usage
+from pdserve.router.api.endpoints import ENDPOINTS, OPENAI_USAGE, Usage
 from pdserve.router.native.slots import copied
 from pdserve.router.request.stream_marks import StreamMarks
 
@@ -61,9 +61,9 @@ class Meter:
     _said: bytes
     _pieces: tuple[int, int, int]
     """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
-    _prompts: dict[bytes, int]
-    _outputs: dict[bytes, int]
-    """Of a stream, by choice, as last said."""
+    _prompts: dict[bytes, int] | None
+    _outputs: dict[bytes, int] | None
+    """Of a stream, by choice, as last said. None: nothing was said."""
 
     def __new__(
         cls, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1
@@ -75,7 +75,6 @@ class Meter:
         made._prompt_count = prompts
         made._choices = choices
         made.charged_tokens = charged_tokens
-        made._prompts, made._outputs = {}, {}
         return made
 
     def count(self, data: bytes, begins_line: bool = True) -> None:
@@ -121,7 +120,8 @@ class Meter:
             output = self.events if marks is None else marks.token_count or self.events + marks.lost_tokens
         if self.prompt_tokens is not None:
             return self.prompt_tokens, output
-        said = {int(choice or 0) // self._choices: tokens for choice, tokens in self._prompts.items()}
+        prompts = self._prompts or {}
+        said = {int(choice or 0) // self._choices: tokens for choice, tokens in prompts.items()}
         prompt = sum(said.values())
         has_all = len(said) >= self._prompt_count or self._is_done
         if not prompt or not has_all:  # some prompts have not had an event yet
@@ -151,24 +151,30 @@ class Meter:
         return prompt, output, count
 
     def _read(self, events: bytes) -> None:
+        if not events:
+            return
+        prompts = self._prompts = self._prompts or {}
+        outputs = self._outputs = self._outputs or {}
         for event in events.split(b"\n"):
             if self.mark not in event:
                 continue
             choice = _INDEX.search(event)
             if _NO_CHOICE.search(event):
-                self._prompts.clear()
-                self._outputs.clear()
-            for name, said in ((self._usage.prompt, self._prompts), (self._usage.output, self._outputs)):
+                prompts.clear()
+                outputs.clear()
+            for name, said in ((self._usage.prompt, prompts), (self._usage.output, outputs)):
                 if number := name.search(event):
                     said[choice[1] if choice else b""] = int(number[1])
 
 
 _BLANK: Final = object.__new__(Meter)
-_BLANK.prompt_tokens = _BLANK.marks = None
+_BLANK.prompt_tokens = _BLANK.marks = _BLANK._prompts = _BLANK._outputs = None
 _BLANK.events = 0
 _BLANK._is_done = False
 _BLANK._said = b""
 _BLANK._pieces = 0, 0, 0
+ONE_ANSWER: Final = {path: Meter(0, row.usage) for path, row in ENDPOINTS.items()}
+"""To be copied, for one answer to one prompt, by the endpoint's path."""
 
 
 def _sum_of_list(said: bytes) -> int:
