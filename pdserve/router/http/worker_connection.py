@@ -440,7 +440,7 @@ class Upstream:
         pool = self._pools.get(worker.url) or self.pool(worker)
         now_s, size, stale = self.deadlines.now_s, len(body), None
         head = method, b" ", target, pool.lines, b"%d\r\n" % size, lines, b"\r\n"
-        up = pool.take_idle(now_s)
+        up = pool.take_idle(now_s) if pool.idle else None
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)

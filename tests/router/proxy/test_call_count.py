@@ -13,9 +13,9 @@ from pdserve.router.native import heads
 from pdserve.router.request.stream_marks import StreamMarks
 from tests.support.router.call_count import Cost, bench
 
-STREAM = Cost(frames=74, c_calls=86, bytecodes=3715)
+STREAM = Cost(frames=74, c_calls=84, bytecodes=3710)
 """Of a stream of one chunk, with a prefill stage."""
-WHOLE = Cost(frames=72, c_calls=75, bytecodes=3485)
+WHOLE = Cost(frames=72, c_calls=73, bytecodes=3480)
 """Of a whole answer, with a prefill stage."""
 CHUNK = Cost(frames=3, c_calls=5, bytecodes=174)
 """Of a further chunk."""
