@@ -52,7 +52,7 @@ class Parts:
         self.gate = gate
         self.upstream = upstream
         self.stats = stats
-        self.placements = stats.placements
+        self.plans = stats.plans
         self.loop = asyncio.get_running_loop()
         self.placer = Placer(config, fleet)
         self.wait = WorkerWait(fleet)

@@ -41,7 +41,6 @@ def plan(
     """The plan of a request. `lost`: workers of the direct way that failed it. `snapshot`: the workers of its
     model now, where they are known. Raises NoWorkerError.
     """
-    placements = parts.placements
     if snapshot is None:
         snapshot = parts.fleet.snapshot(request.model, now_s)
     if lost:
@@ -49,11 +48,7 @@ def plan(
         made = msgspec.structs.replace(made, settle=None)  # that wait is over
     else:
         made = parts.placer.plan(request.facts, snapshot, last, now_s)
-    for cause in made.causes:
-        if cause in placements:
-            placements[cause] += 1
-        else:
-            parts.stats.on_placed(*cause)
+    parts.plans[made.causes] += 1
     request.plan = made
     request.words += made.reasons
     return made
