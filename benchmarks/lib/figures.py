@@ -12,7 +12,7 @@ differ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Final
 
@@ -163,6 +163,21 @@ def _warnings(run: Run, whole: Figures, delay_s: float) -> list[str]:
     return found
 
 
+def remarks(outcome: Outcome) -> Iterator[str]:
+    """What to know besides, a line each."""
+    for kind, count in outcome.errors.items():
+        detail = outcome.first_details.get(kind, "")
+        yield f"failed, {kind}: {count}" + (f" (the first: {detail})" if detail else "")
+    if outcome.late_requests:
+        yield f"{outcome.late_requests} requests were due before their session's last answer; that counts"
+    yield (
+        f"client: {outcome.client_cpu:.0%} of a core, late by {outcome.client_delay_p99_ms:.1f} ms at p99; "
+        f"whole run {outcome.wall_s:.1f} s"
+    )
+    for warning in outcome.warnings:
+        yield f"WARNING: {warning}"
+
+
 # --- contenders over rounds
 
 
@@ -174,6 +189,33 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     contender: str
     round: int
     outcome: Outcome
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a contender: medians over the rounds. None: nothing was answered."""
+
+    first_token_ms: float | None
+    cached_share: float | None
+    reusable_share: float | None
+
+
+def by_turn(measured: Sequence[Measured], load: str, size: str) -> dict[str, list[Turn]]:
+    """The turns of each contender at one load with one size of the device's cache."""
+    rounds: dict[str, list[Sequence[Figures]]] = {}
+    for one in measured:
+        if (one.load, one.size) == (load, size):
+            rounds.setdefault(one.contender, []).append(one.outcome.turns)
+    return {
+        name: [
+            Turn(
+                first_token_ms=_median(one.first_token_ms.p50 for one in its),
+                cached_share=_median((one.cached_share for one in its), 4),
+                reusable_share=_median((one.reusable_share for one in its), 4),
+            )
+            for its in zip(*all_turns, strict=False)
+        ]
+        for name, all_turns in rounds.items()
+    }
 
 
 RATIOS: Final = ("first_turn_ms", "later_turns_ms", "all_turns_ms", "prompt_tokens_s")

@@ -18,7 +18,7 @@ second turns in another, and so on, at exponential gaps whose mean is exactly 1 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,9 +29,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 
-BLOCK_TOKENS: Final = 512  # of a request trace
 SHARED_SOURCE: Final = 0  # the system prompt of all users
-_TRACE_SOURCES: Final = 1 << 32  # blocks of a trace: far from the sources of sessions
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -165,32 +163,6 @@ def make_load(shape: Shape, seed: int, rate_s: float | None = None) -> Load:
 def total_tokens(load: Load) -> int:
     """What all sessions have at their end: what a cache must hold to miss nothing."""
     return sum(session[-1].prompt_tokens + session[-1].output_tokens for session in load.sessions)
-
-
-def replay_load(
-    requests: Iterable[tuple[float, int, int, Sequence[int]]], *, scale: float, speed: float, seed: int
-) -> Load:
-    """The requests of a trace: (seconds, input length, output length, ids of blocks of 512 tokens), lengths
-    times `scale`, time divided by `speed`. Each is a session of its own: a trace repeats history by its
-    blocks.
-    """
-    block = _scaled(BLOCK_TOKENS, scale)
-    seen: set[int] = set()
-    sessions = []
-    for number, (at_s, input_length, output_length, blocks) in enumerate(requests):
-        left, spans, reusable, known = _scaled(input_length, scale), [], 0, True
-        for id_ in blocks:
-            if left <= 0:
-                break
-            spans.append(Span(_TRACE_SOURCES + id_, min(block, left)))
-            known = known and id_ in seen
-            reusable += spans[-1].length if known else 0
-            left -= block
-        seen.update(blocks)
-        prompt = sum(span.length for span in spans)
-        output = max(1, _scaled(output_length, scale))
-        sessions.append((Request(number, 1, at_s / speed, tuple(spans), output, prompt, reusable),))
-    return Load(tuple(sessions), False, seed)
 
 
 def _lengths(shape: Shape, rng: np.random.Generator) -> list[list[tuple[int, int]]]:
@@ -350,14 +322,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """`began_at_s`: by `time.time()`; `client_cpu`: of a core; `lags_s`: how late the client's event loop
+    """`client_cpu`: of a core; `lags_s`: how late the client's event loop
     came to what was due.
     """
 
     model: str
     records: list[Record]
     wall_s: float
-    began_at_s: float = 0.0
     client_cpu: float
     lags_s: list[float]
-    open_loop: bool

@@ -16,7 +16,6 @@ from benchmarks.lib.load import (
     Session,
     Shape,
     make_load,
-    replay_load,
 )
 from tests.benchmarks.scripted import record, run
 
@@ -86,15 +85,6 @@ def test_asks_arrive_at_the_rate_that_was_asked_for() -> None:
     gaps = np.diff(times)
     assert 1 / gaps.mean() == pytest.approx(4.0, rel=0.1)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # exponential: as many are close as far apart
-
-
-def test_equal_blocks_of_a_trace_are_equal_tokens_and_known_ones_are_reusable() -> None:
-    asked = [(0.0, 1024, 10, [7, 8]), (1.0, 1500, 10, [7, 8, 9]), (2.0, 1024, 10, [5, 8])]
-    load = replay_load(asked, scale=0.5, speed=1.0, seed=1)
-    (one,), (two,), (three,) = (prompts(load, session) for session in range(3))
-    assert shared(one, two) == len(one) == 512
-    assert shared(one, three) < 3
-    assert [session[0].reusable_tokens for session in load.sessions] == [0, 512, 0]
 
 
 # --- figures
