@@ -7,7 +7,6 @@ each store, in an order that turns from round to round, a put of a batch under n
 that was put a while ago. Figures are medians over rounds, so whatever else the machine does hits all alike.
 Batches take turns among buffers and pages that are together larger than a CPU's cache.
 
-`--procs 1,4` measures instead so many processes at once, as the ranks of a worker.
 `--control` measures instead the round trip of the smallest control message, and a connect with its handshake.
 """
 
@@ -30,13 +29,11 @@ import msgspec
 import numpy as np
 import typer
 
-from benchmarks import pool_process as r
 from benchmarks.lib.report import (
     FormatOption,
     Output,
     Table,
     choices,
-    numbers,
     page_sizes,
     script,
     size_name,
@@ -54,7 +51,7 @@ from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.sizes import parse_bytes
 from tests.support.certificates import Authority
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
-from tests.support.processes import Child, HarnessError, clients, free_ports
+from tests.support.processes import HarnessError, free_ports
 
 BenchPath: TypeAlias = Literal["shm", "ucx", "tcp", "tcp-tls"]
 PATHS: Final[tuple[BenchPath, ...]] = ("shm", "ucx", "tcp", "tcp-tls")
@@ -65,11 +62,8 @@ MAX_SETS: Final = 128
 MIN_ROUNDS: Final = 5
 WARM_UP_ROUNDS: Final = 3
 SINGLE_GETS: Final = 1000
-PROCS_WARM_UP_ROUNDS: Final = 1
 CONTROL_ROUNDS: Final = 10
 CONNECTS: Final = 20  # in each round
-WITHIN_S: Final = 120.0
-POLL_S: Final = 0.001
 TIMEOUTS: Final = {"connect_timeout_s": 10.0, "get_timeout_s": 60.0, "put_timeout_s": 60.0}
 
 PageSets: TypeAlias = list[list[PageBuffers]]
@@ -104,9 +98,6 @@ def main(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure beside it, each given once: {', '.join(PEERS)}.")
     ] = None,
-    procs: Annotated[str, typer.Option(help="Instead: so many processes at once: 1,4.")] = "",
-    total: Annotated[str, typer.Option(help="With --procs: bytes of all their pages together.")] = "1GiB",
-    rounds: Annotated[int, typer.Option(min=1, help="With --procs: rounds; results are medians.")] = 3,
     control: Annotated[
         bool, typer.Option("--control", help="Instead: control messages and connects.")
     ] = False,
@@ -123,8 +114,6 @@ def main(
     output = Output(format)
     if control:
         _control(output, seconds)
-    elif procs:
-        _procs(output, workloads, numbers("procs", procs), parse_bytes(total), rounds)
     else:
         _speed(output, workloads, peers)
 
@@ -182,8 +171,10 @@ def _tls_table(tls: TlsConfig) -> dict[str, Any]:
 # --- one client: put and get
 
 
-class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of results. Rates in 10^9 bytes per second, medians."""
+class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of results. Rates in 10^9 bytes per second, medians; latencies of getting a single page.
+    `peers`: (get, put) of another store in the same rounds.
+    """
 
     path: str
     checksum: bool
@@ -195,37 +186,15 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     put_gbps: float
     get_over_memcpy: float
     put_over_memcpy: float
+    single_get_p50_us: float
+    single_get_p99_us: float
+    peers: dict[str, tuple[float, float]] = {}
 
     @property
     def cells(self) -> Sequence[str]:
         what = (self.path, ON_OFF[not self.checksum], size_name(self.page_bytes))
         rates = (self.memcpy_gbps, self.get_gbps, self.put_gbps, self.get_over_memcpy, self.put_over_memcpy)
         return (*what, *(f"{rate:.2f}" for rate in rates))
-
-
-MOVED: Final = ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy")
-
-
-def _moved(workload: Workload, rounds: int, memcpy: float, get: float, put: float) -> dict[str, Any]:
-    return {
-        **{name: getattr(workload, name) for name in ("path", "checksum", "page_bytes", "batch_pages")},
-        "rounds": rounds,
-        "memcpy_gbps": round(memcpy, 3),
-        "get_gbps": round(get, 3),
-        "put_gbps": round(put, 3),
-        "get_over_memcpy": round(get / memcpy, 3),
-        "put_over_memcpy": round(put / memcpy, 3),
-    }
-
-
-class PoolFigures(Moved, frozen=True, kw_only=True):
-    """Of one client. Latencies of getting a single page. `peers`: (get, put) of another store in the same
-    rounds.
-    """
-
-    single_get_p50_us: float
-    single_get_p99_us: float
-    peers: dict[str, tuple[float, float]] = {}
 
 
 def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) -> None:
@@ -244,8 +213,9 @@ def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) 
                 rows.append(measure(PoolStore(client), workload, stores | ways))
             output.row(rows[-1])
     lines = [(*row.cells, f"{row.single_get_p50_us:.0f}", f"{row.single_get_p99_us:.0f}") for row in rows]
-    columns = (*MOVED, "get one, p50 µs", "p99")
-    output.show(Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=MOVED[:2]))
+    what = ("path", "sum", "page")
+    columns = (*what, "copy", "get", "put", "get/copy", "put/copy", "get one, p50 µs", "p99")
+    output.show(Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=what))
     beside_it = [
         (
             *(*row.cells[:3], peer, f"{get:.2f}", f"{put:.2f}"),
@@ -255,7 +225,7 @@ def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) 
         for peer, (get, put) in row.peers.items()
     ]
     if beside_it:
-        names = ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put")
+        names = (*what, "peer", "get", "put", "pool get", "pool put")
         title = "Beside it in the same rounds, GB/s, and the pool over it"
         output.show(Table(title, names, beside_it, left=names[:4]))
 
@@ -316,9 +286,18 @@ def measure(pool: PageStore, workload: Workload, peers: Mapping[str, PageStore] 
             for keys in contender.stored:
                 contender.store.forget(keys)
     size = workload.batch_bytes
-    rounds = len(ours.get_s) - WARM_UP_ROUNDS
+    memcpy, (get, put) = _gbps(copy_s, size), ours.gbps(size)
     return PoolFigures(
-        **_moved(workload, rounds, _gbps(copy_s, size), *ours.gbps(size)),
+        path=workload.path,
+        checksum=workload.checksum,
+        page_bytes=workload.page_bytes,
+        batch_pages=workload.batch_pages,
+        rounds=len(ours.get_s) - WARM_UP_ROUNDS,
+        memcpy_gbps=round(memcpy, 3),
+        get_gbps=round(get, 3),
+        put_gbps=round(put, 3),
+        get_over_memcpy=round(get / memcpy, 3),
+        put_over_memcpy=round(put / memcpy, 3),
         single_get_p50_us=round(singles[len(singles) // 2] * 1e6, 1),
         single_get_p99_us=round(singles[len(singles) * 99 // 100] * 1e6, 1),
         peers={
@@ -448,97 +427,6 @@ def _measure_way(way: _Way, seconds: float) -> None:
             began_s = time.perf_counter()
             client.ask(Ping, Done)
             way.messages_s.append(time.perf_counter() - began_s)
-
-
-# --- several processes at once, as the ranks of a worker
-
-
-class ProcsFigures(Moved, frozen=True, kw_only=True):
-    """Of so many processes at once, in sum over them."""
-
-    total_bytes: int
-    procs: int
-
-
-def _procs(
-    output: Output, workloads: Sequence[Workload], counts: Sequence[int], total: int, rounds: int
-) -> None:
-    lines = []
-    with bench_node(workloads) as connect:
-        for workload, count in itertools.product(workloads, counts):
-            with connect(workload.path, workload.checksum) as client:
-                row = measure_procs(client, workload, count, total, rounds)
-            output.row(row)
-            lines.append((str(count), *row.cells))
-    columns = ("processes", *MOVED)
-    output.show(Table("Processes at once, GB/s in sum", columns, lines, left=MOVED[:2]))
-
-
-def measure_procs(
-    client: PoolClient, workload: Workload, procs: int, total_bytes: int, rounds: int
-) -> ProcsFigures:
-    """`total_bytes`: of all pages. Raises HarnessError, also where a page was not moved."""
-    pages = total_bytes // workload.page_bytes // procs // workload.batch_pages * workload.batch_pages
-    if not pages:
-        raise HarnessError(
-            f"{procs} processes have no batch of {workload.batch_pages} pages each in {total_bytes} bytes"
-        )
-    with workplace() as directory:
-        board = r.new_rows(directory / "board", 1 + procs)
-        configs = [
-            r.ProcessConfig(
-                name=f"process{rank}",
-                client=client.config,
-                board=str(directory / "board"),
-                row=1 + rank,
-                page_bytes=workload.page_bytes,
-                batch_pages=workload.batch_pages,
-                pages=pages,
-            )
-            for rank in range(procs)
-        ]
-        with clients(configs, directory, r.__name__) as running:
-            times_s = _rounds(client, board, running, rounds)
-    moved = pages * procs * workload.page_bytes
-    copy, put, get = (moved / statistics.median(times_s[what]) / 1e9 for what in r.WORKS)
-    return ProcsFigures(**_moved(workload, rounds, copy, get, put), total_bytes=moved, procs=procs)
-
-
-def _rounds(
-    client: PoolClient, board: r.Rows, running: dict[str, Child], rounds: int
-) -> dict[r.Work, list[float]]:
-    """How long each work took in each round."""
-    times_s: dict[r.Work, list[float]] = {what: [] for what in r.WORKS}
-    _await(board, running, 1)  # they are ready
-    number = 1
-    for turn in range(PROCS_WARM_UP_ROUNDS + rounds):
-        client.clear()
-        for place, what in enumerate(r.WORKS):
-            number += 1
-            board[0, r.WORK] = place
-            board[0, r.NUMBER] = number
-            _await(board, running, number)
-            if missed := int(board[1:, r.MISSED].sum()):
-                raise HarnessError(
-                    f"{what}: {missed} pages were not moved; the pool's capacity may be too small"
-                )
-            if turn >= PROCS_WARM_UP_ROUNDS:
-                began_ns, ended_ns = board[1:, r.BEGAN_NS].min(), board[1:, r.ENDED_NS].max()
-                times_s[what].append(float(ended_ns - began_ns) / 1e9)
-    return times_s
-
-
-def _await(board: r.Rows, running: dict[str, Child], number: int) -> None:
-    """Wait until all processes have done the work of this number."""
-    deadline = time.monotonic() + WITHIN_S
-    while (board[1:, r.NUMBER] < number).any():
-        for name, child in running.items():
-            if not child.runs:
-                last = child.log().strip().splitlines()[-1:] or ["it said nothing"]
-                raise HarnessError(f"{name} died: {last[0]}")
-        if time.monotonic() > deadline:
-            raise HarnessError(f"the processes did not move their pages within {WITHIN_S:.0f} s")
-        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
