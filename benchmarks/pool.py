@@ -7,14 +7,12 @@ each store, in an order that turns from round to round, a put of a batch under n
 that was put a while ago. Figures are medians over rounds, so whatever else the machine does hits all alike.
 Batches take turns among buffers and pages that are together larger than a CPU's cache.
 
-`--control` measures instead the round trip of the smallest control message, and a connect with its handshake.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import ssl
 import statistics
 import time
 from collections import deque
@@ -23,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,16 +40,15 @@ from benchmarks.lib.report import (
 from benchmarks.peers import PageStore, PoolStore, mooncake_store, ucx_perftest_gbps
 from benchmarks.plain_store import WAYS, plain_store
 from pdserve.errors import ConfigError
-from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.base import KEY_BYTES
-from pdserve.kvpool.protocol.messages import DataPathChoice, Done, Ping
+from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tls import TlsConfig
 from pdserve.sizes import parse_bytes
 from tests.support.certificates import Authority
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
-from tests.support.processes import HarnessError, free_ports
+from tests.support.processes import HarnessError
 
 BenchPath: TypeAlias = Literal["shm", "ucx", "tcp", "tcp-tls"]
 PATHS: Final[tuple[BenchPath, ...]] = ("shm", "ucx", "tcp", "tcp-tls")
@@ -62,8 +59,6 @@ MAX_SETS: Final = 128
 MIN_ROUNDS: Final = 5
 WARM_UP_ROUNDS: Final = 3
 SINGLE_GETS: Final = 1000
-CONTROL_ROUNDS: Final = 10
-CONNECTS: Final = 20  # in each round
 TIMEOUTS: Final = {"connect_timeout_s": 10.0, "get_timeout_s": 60.0, "put_timeout_s": 60.0}
 
 PageSets: TypeAlias = list[list[PageBuffers]]
@@ -98,9 +93,6 @@ def main(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure beside it, each given once: {', '.join(PEERS)}.")
     ] = None,
-    control: Annotated[
-        bool, typer.Option("--control", help="Instead: control messages and connects.")
-    ] = False,
     format: FormatOption = "text",
 ) -> None:
     sizes, capacity_bytes = page_sizes(pages), parse_bytes(capacity)
@@ -112,10 +104,7 @@ def main(
         Workload(name, word == "on", size, batch, seconds, capacity_bytes) for name, word, size in each
     ]
     output = Output(format)
-    if control:
-        _control(output, seconds)
-    else:
-        _speed(output, workloads, peers)
+    _speed(output, workloads, peers)
 
 
 @contextmanager
@@ -342,91 +331,6 @@ def _verify(keys: list[bytes], pages: list[PageBuffers], pattern: Bytes1D, *, wh
 def _copy(pages: list[PageBuffers], targets: list[PageBuffers]) -> None:
     for page, target in zip(pages, targets, strict=True):
         np.copyto(target[0], page[0])
-
-
-# --- control messages
-
-
-def _control(output: Output, seconds: float) -> None:
-    with workplace() as directory:
-        rows = list(round_trips(seconds, directory))
-    for row in rows:
-        output.row(row)
-    columns = ("path", "messages", "p50 µs", "p99 µs", "over TCP", "connects", "connect µs")
-    lines = [
-        (
-            *(row.path, f"{row.messages:,}", f"{row.p50_us:.0f}", f"{row.p99_us:.0f}"),
-            *(f"{row.over_tcp:.2f} ×", str(row.connects), f"{row.connect_p50_us:.0f}"),
-        )
-        for row in rows
-    ]
-    output.show(Table("A control message and back", columns, lines, left=("path",)))
-
-
-class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):
-    """One way. `over_tcp`: its median over that of TCP without TLS."""
-
-    path: str
-    messages: int
-    p50_us: float
-    p99_us: float
-    over_tcp: float
-    connects: int
-    connect_p50_us: float
-
-
-class _Way(NamedTuple):
-    address: str
-    tls: ssl.SSLContext | None
-    messages_s: list[float]
-    connects_s: list[float]
-
-
-def round_trips(seconds: float, directory: Path) -> Iterator[RoundTrip]:
-    """Each way for about so many seconds. Raises HarnessError."""
-    tls = Authority(directory).host("127.0.0.1")
-    plain_port, tls_port = free_ports(2)
-    settings = {"capacity_bytes": 64 << 20, "keep": False}
-    with (
-        pool_of(1, _made(directory / "plain"), settings, [plain_port]) as (plain,),
-        pool_of(1, _made(directory / "tls"), {**settings, **_tls_table(tls)}, [tls_port]),
-    ):
-        context = Certificates(TlsConfig(ca=tls.ca)).client_context
-        ways = {
-            "unix": _Way(plain.address, None, [], []),
-            "tcp": _Way(f"tcp:127.0.0.1:{plain_port}", None, [], []),
-            "tcp-tls": _Way(f"tcp:127.0.0.1:{tls_port}", context, [], []),
-        }
-        for _ in range(CONTROL_ROUNDS):
-            for way in ways.values():
-                _measure_way(way, seconds / CONTROL_ROUNDS)
-    by_tcp = statistics.median(ways["tcp"].messages_s)
-    for path, way in ways.items():
-        p50, p99 = (float(np.percentile(way.messages_s, share)) for share in (50, 99))
-        yield RoundTrip(
-            path=path,
-            messages=len(way.messages_s),
-            p50_us=round(p50 * 1e6, 1),
-            p99_us=round(p99 * 1e6, 1),
-            over_tcp=round(p50 / by_tcp, 3),
-            connects=len(way.connects_s),
-            connect_p50_us=round(statistics.median(way.connects_s) * 1e6, 1),
-        )
-
-
-def _measure_way(way: _Way, seconds: float) -> None:
-    """One round."""
-    for _ in range(CONNECTS):
-        began_s = time.perf_counter()
-        client = NodeClient(way.address, tls=way.tls)
-        way.connects_s.append(time.perf_counter() - began_s)
-        client.close()
-    with closing(NodeClient(way.address, tls=way.tls)) as client:
-        until_s = time.perf_counter() + seconds
-        while not way.messages_s or time.perf_counter() < until_s:
-            began_s = time.perf_counter()
-            client.ask(Ping, Done)
-            way.messages_s.append(time.perf_counter() - began_s)
 
 
 if __name__ == "__main__":

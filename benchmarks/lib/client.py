@@ -77,15 +77,10 @@ class _Extension(msgspec.Struct):
     cached_tokens_details: _Places | None = None
 
 
-class _DynamoExtension(msgspec.Struct):
-    completion_token_ids: list[int] | None = None
-
-
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     sglext: _Extension | None = None
-    nvext: _DynamoExtension | None = None
     error: Any = None
 
 
@@ -209,8 +204,6 @@ async def _listen(answer: httpx.Response, response: Response) -> None:
             said.append(choice.text or "")
             response.token_ids += choice.token_ids or ()
             response.finish = choice.finish_reason or response.finish
-        if event.nvext is not None:
-            response.token_ids += event.nvext.completion_token_ids or ()
         _note(event, response)
     response.text = "".join(said)
     if response.error:

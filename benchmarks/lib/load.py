@@ -247,7 +247,7 @@ _ANSWERS: Final = 1 << 48  # sources of made-up answers
 
 class Session:
     """One session's conversation, its prompts token ids. An answer's ids are those the server says
-    (`return_token_ids`; `nvext` is how Dynamo is asked), made up where it says none.
+    (`return_token_ids`), made up where it says none.
     """
 
     def __init__(self, seed: int, keeps_history: bool) -> None:
@@ -260,8 +260,7 @@ class Session:
             self._ids = []
         for span in request.spans:
             self._ids += ids_of(self._seed, span)
-        said = {"extra_fields": ["completion_token_ids"]}
-        return {"prompt": self._ids, "return_token_ids": True, "nvext": said}
+        return {"prompt": self._ids, "return_token_ids": True}
 
     def receive(self, request: Request, said: Sequence[int]) -> None:
         """The answer's ids; without any, one of the planned length is made up, so that the load stays what it
