@@ -17,6 +17,7 @@ from benchmarks.lib.load import (
     Shape,
     make_load,
 )
+from benchmarks.soak import Sample, growth
 from tests.benchmarks.scripted import record, run
 
 shapes = st.builds(
@@ -131,3 +132,18 @@ def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
 def test_a_client_that_measures_itself_says_so(more: dict[str, Any], sent_s: float, says: str | None) -> None:
     warnings = outcome_of(run(record(1, 1.0, sent_s=sent_s), **more)).warnings
     assert [says in warning for warning in warnings] == [True] if says else warnings == []
+
+
+def test_what_grows_in_the_second_half_of_a_soak_is_told_an_hour() -> None:
+    def sample(at: int, name: str, memory_bytes: int) -> Sample:
+        return Sample(at_s=float(at), name=name, memory_bytes=memory_bytes, descriptors=40)
+
+    samples = [sample(at, "router", 1000 + max(0, at - 100)) for at in range(200)]
+    found = list(growth([*samples, sample(0, "decode0", 5)], 7200.0))
+    assert [(name, what) for name, what, *_ in found] == [
+        ("router", "memory_bytes"),
+        ("router", "descriptors"),
+    ]
+    memory, descriptors = (an_hour for *_, an_hour in found)
+    assert memory == pytest.approx(0.0745, abs=1e-4)  # 74.5 more in an hour than in the one before
+    assert descriptors == 0.0
