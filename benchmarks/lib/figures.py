@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.lib.load import Cached, Record, Run
 
+OTHERS: Final = 0.1  # of a core: beyond, the machine was not the benchmark's alone
 CPU_BOUND: Final = 0.8  # of a core: beyond, the client measures itself
 DELAY_SHARE: Final = 0.05  # of the median first-token time that the client itself may add, at p99
 DELAY_FLOOR_S: Final = 0.005
@@ -72,6 +73,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_details: dict[str, str]
     late_requests: int
     client_cpu: float
+    others_cpu: float = 0.0
     client_delay_p99_ms: float
     warnings: list[str]
 
@@ -99,6 +101,7 @@ def outcome_of(run: Run) -> Outcome:
         first_details=details,
         late_requests=sum(record.due_s > record.planned_s + 1e-3 for record in records),
         client_cpu=round(run.client_cpu, 3),
+        others_cpu=round(run.others_cpu, 3),
         client_delay_p99_ms=round(delay_s * 1e3, 3),
         warnings=list(_warnings(run, whole, delay_s)),
     )
@@ -152,6 +155,8 @@ def _warnings(run: Run, whole: Figures, delay_s: float) -> list[str]:
     median_s = (whole.first_token_ms.p50 or 0.0) / 1e3
     if run.client_cpu > CPU_BOUND:
         found.append(f"this client kept {run.client_cpu:.0%} of a core busy: it may be what is measured")
+    if run.others_cpu > OTHERS:
+        found.append(f"other processes took {run.others_cpu:.0%} of a core meanwhile")
     if delay_s > max(DELAY_FLOOR_S, DELAY_SHARE * median_s):
         found.append(
             f"this client was late itself, by {delay_s * 1e3:.0f} ms at p99 (first token: median "

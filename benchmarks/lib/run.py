@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+
+import psutil
 
 from benchmarks.lib.client import ServerClient, asked
 from benchmarks.lib.load import Load, Record, Request, Run, Session
@@ -44,6 +47,17 @@ def run_load(
     Raises HarnessError where the server cannot be reached, or has too short a context.
     """
     return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch, between).run())
+
+
+def others_cpu_s() -> float:
+    """Processor time of this machine that neither this process nor what it has started used."""
+    busy, own = psutil.cpu_times(), 0.0
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            own += times.user + times.system + times.children_user + times.children_system
+    return float(busy.user + busy.nice + busy.system + busy.irq + busy.softirq) - own
 
 
 class _Loading:
@@ -90,7 +104,7 @@ class _Loading:
         watching = [asyncio.create_task(self._progress()), asyncio.create_task(self._watch_lag())]
         load = self._load
         sessions = [Session(load.seed, load.keeps_history) for _ in load.sessions]
-        cpu_s = time.process_time()
+        cpu_s, others_s = time.process_time(), others_cpu_s()
         self._began_s = time.monotonic()
         try:
             if self._lockstep:
@@ -121,6 +135,7 @@ class _Loading:
             records=records,
             wall_s=wall_s,
             client_cpu=(time.process_time() - cpu_s) / wall_s,
+            others_cpu=max(0.0, others_cpu_s() - others_s) / wall_s,
             lags_s=self._lags_s,
         )
 

@@ -124,6 +124,7 @@ def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
     [
         ({}, 0.0, None),
         ({"client_cpu": 0.95}, 0.0, "95% of a core"),
+        ({"others_cpu": 0.5}, 0.0, "other processes took 50% of a core"),
         ({}, 0.4, "late itself, by 400 ms"),
         ({"lags_s": [0.3] * 50}, 0.0, "late itself, by 300 ms"),
         ({"lags_s": [0.0] * 5000}, 0.3, "late itself, by 300 ms"),
