@@ -321,8 +321,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """`client_cpu`, and `others_cpu` of processes that the benchmark has not started: of a core; `lags_s`: how
-    late the client's event loop came to what was due.
+    """`client_cpu`, and `others_cpu` of processes that the benchmark has not started: of a core; `lags_s`:
+    how late the client's event loop came to what was due.
     """
 
     model: str
