@@ -55,6 +55,7 @@ class Demo:
             (r"/etc/pdserve", str(self.directory / "etc")),
             (r"demo-small@[0-9a-f]+|\bMODEL\b", self.namespace),
             (r"/models/qwen3-8b", "models/smollm2-135m"),
+            (r"\b\d+(?:GiB|TiB)\b", "1MiB"),
             (r"([^/])\bdisagg.toml", r"\1launch/disagg.toml"),
             (r'"messages": \[\.\.\.\]', f'"messages": {json.dumps(self.body["messages"])}'),
             (r"(pages/erase) \.\.\.", r'\1 -H "Authorization: Bearer $ADMIN_KEY"'),
@@ -104,7 +105,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Demo
     admin = f'admin.port = {admin_port}\nadmin.key = "{ADMIN_KEY}"\n'
     text = text.replace("port = 8000\n", f"port = {port}\n{admin}")
     text = text.replace(
-        'capacity_bytes = "auto"', f'arena_dir = "{directory}/arena"\ncapacity_bytes = "64MiB"'
+        'capacity_bytes = "auto"', f'arena_dir = "{directory}/arena"\ncapacity_bytes = "256MiB"'
     )
     (directory / "launch/disagg.toml").write_text(text)
     up = Child("up", [sys.executable, "-m", "pdserve", "up", "launch/disagg.toml"], directory / "up.log")
