@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Demo
     directory = tmp_path_factory.mktemp("docs")
     for name in ("launch", "models", "etc"):
         (directory / name).mkdir()
-    (directory / "models/smollm2-135m").symlink_to(model)
+    shutil.copytree(model, directory / "models/smollm2-135m")
     (directory / "machine.toml").write_text(MACHINE)
     port, admin_port = free_ports(2)
     for file in (ROOT / "launch").iterdir():
