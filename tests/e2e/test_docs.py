@@ -18,7 +18,7 @@ import pytest
 from tests.support.docs_commands import ROOT, Command, all_commands
 from tests.support.processes import Child, free_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(900)]
 
 ADMIN_KEY = "docs-may-do-everything"
 MACHINE = """
