@@ -106,8 +106,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How many requests are answered at a time, and how many may wait."""
 
     running_per_worker: Annotated[int, Meta(ge=0)] = 0
-    """Most running requests per ready decode worker, in one router process and for all workers of a model
-    together. Further requests wait. 0: twice as many as the worker says that it computes at a time.
+    """Most running requests per ready decode worker, for all workers of a model together; each router process
+    has its equal part. Further requests wait. 0: twice as many as the worker says that it computes at a time.
     """
     queue_length: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests for one model in one router process; further requests are answered with 429."""
