@@ -1,11 +1,4 @@
-"""Deadlines of each phase, bounds on what a router holds, health checks, the service level, and Redis.
-
-Deadlines of each phase, bounds on what a router holds, and settings of health checks.
-
-The service level that requests are measured against.
-
-The Redis by which routers of several hosts hear each other.
-"""
+"""Deadlines of each phase, bounds on what a router holds, health checks, the service level, Redis, traces."""
 
 from __future__ import annotations
 
