@@ -17,9 +17,14 @@ from pdserve.settings.command_line import config_command
 from pdserve.settings.config_file import load_config, options
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address: str
-    """Where it is."""
+    """Where
+    it is.
+    """
+
+
+class Node(Place, frozen=True, kw_only=True, forbid_unknown_fields=True):
     token: Secret = Secret("")
     """Its token."""
 

@@ -71,6 +71,18 @@ def test_least_loaded_takes_the_least_and_round_robin_each_in_turn(loads: list[i
     assert set(chosen) == set(workers)
 
 
+@given(LOADS, st.integers(0, 2**32 - 1))
+def test_power_of_two_never_takes_the_busiest_worker_alone_nor_one_because_of_its_caches(
+    loads: list[int], draw: int
+) -> None:
+    workers = fleet(loads)
+    busiest = workers[loads.index(max(loads))]
+    places = Places({busiest.incarnation: (1000, 0.0)}, None)
+    for name in ("power_of_two", "load_aware"):
+        chosen = policy(name).choose(ask(draw=draw, prompt_tokens=1000, places=places), workers).worker
+        assert chosen is not busiest or loads.count(max(loads)) > 1 or len(loads) == 1
+
+
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_choice_takes_as_many_bytecodes_among_128_workers_as_among_16(name: str) -> None:
     def cost(count: int) -> int:
