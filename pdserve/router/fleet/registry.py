@@ -156,19 +156,21 @@ class Models:
         which were served before or have an alias; an expected one, or the default. ANY: no worker has said
         yet what it serves. Raises RequestError as `resolve`.
         """
-        name = self._default if requested in (None, "", DEFAULT_MODEL) else requested
+        is_named = requested not in (None, "", DEFAULT_MODEL)
+        name = requested if requested and is_named else self._default
         if not name:
             if len(served) > 1:
                 message = f"'model' is missing; this server serves {_names(served)}."
                 raise RequestError(400, message, param="model")
             return next(iter(served), ANY)
-        base = base_of(name)
-        for one in (name, base):
-            if one in served or one in known or one in self._wanted or one == self._default:
-                if len(name) - len(one) > MAX_ADAPTER_CHARS + 1:
-                    message = f"An adapter's name has at most {MAX_ADAPTER_CHARS} characters."
-                    raise RequestError(400, message, param="model")
-                return one
+        names = (name, base_of(name)) if is_named else (name,)
+        for there in (served, known, (*self._wanted, self._default)):
+            for one in names:
+                if one in there:
+                    if len(name) - len(one) > MAX_ADAPTER_CHARS + 1:
+                        message = f"An adapter's name has at most {MAX_ADAPTER_CHARS} characters."
+                        raise RequestError(400, message, param="model")
+                    return one
         if not served and not known:
             return ANY
         raise RequestError(

@@ -31,7 +31,8 @@ GENERATES = frozenset({"generate"})
         (Models(default="b"), "ab", {None: "b", "": "b", "default": "b", "a": "a"}),
         (Models(default="b"), "a", {None: 503, "b": 503, "c": 404}),  # not another model in its place
         (Models(["a", "b"]), "a", {"b": 503, "b:adapter": 503, "c": 404}),
-        (Models(["a", "a:7b"]), "a", {"a:7b": 503, "a:x": "a"}),
+        (Models(["a", "a:7b"]), "a", {"a:7b": "a"}),
+        (Models(default="a:x"), "a", {"a:x": "a", None: 503}),  # nor without its adapter
     ],
 )
 def test_what_names_of_models_mean(models: Models, served: Any, named: dict[str | None, str | int]) -> None:
