@@ -34,8 +34,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     common to all tenants with this value.
     """
     retain_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Tokens of conversations that it may have kept in the pool for a while, or brought up (docs/pool.md), in
-    one router process; wishes beyond are passed over. 0: none.
+    """Tokens of conversations that it may have kept in the pool for a while, or brought up (docs/pool.md);
+    wishes beyond are passed over. 0: none.
     """
     max_priority: Annotated[int, Meta(ge=0, le=100)] = 0
     """The most urgent `priority` that its requests may have. It may always be less urgent than 0, the

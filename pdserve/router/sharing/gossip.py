@@ -15,6 +15,10 @@ from the demand that it has *told*, not from its present one: when it takes more
 it wants more. So the limit is overrun only by what starts while messages are late or lost. What cannot be
 divided goes to each process in turn, for `TURN_S`.
 
+Kept conversations. A process lets a tenant have so many tokens kept as its limit leaves beside what others
+have told that they keep for it. A conversation whose turns go to two processes counts at both, until its time
+is over at the first.
+
 Sessions. Turns of others, and ends of sessions, go into the process's own table, and of two turns the later
 one counts. No look-up waits for anybody.
 
@@ -84,6 +88,8 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
     requests_left: float = 0.0
     """In the bucket; 0 where there is none."""
     tokens_left: float = 0.0
+    kept: int = 0
+    """Tokens that are kept for it in the pool."""
 
     @property
     def demand(self) -> int:
@@ -94,7 +100,7 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
     def is_sensible(self) -> bool:
         """No number is one that no process would tell."""
         return all(map(math.isfinite, msgspec.structs.astuple(self))) and (
-            0 <= self.running <= MAX_RUNNING and 0 <= self.waiting <= MAX_RUNNING
+            all(0 <= count <= MAX_RUNNING for count in (self.running, self.waiting, self.kept))
         )
 
 
@@ -261,7 +267,8 @@ class Gossip:
         found = []
         self._lately.clear()
         for tenant in self._tenants.known:
-            if not (tenant.limits.concurrency or tenant.has_rates):
+            limits = tenant.limits
+            if not (limits.concurrency or tenant.has_rates or limits.retain_tokens):
                 continue
             before = self._told.get(tenant.name, _UNUSED)
             usage = Usage(
@@ -273,13 +280,14 @@ class Gossip:
                 self._held_back(tenant),
                 _left(tenant.requests, now_s),
                 _left(tenant.tokens, now_s),
+                tenant.kept_tokens(now_s) if tenant.kept else 0,
             )
             if usage.new_requests or usage.new_tokens or _counts(usage) != _counts(before):
                 self._changed_s[tenant.name] = now_s
             elif before is _UNUSED:
                 continue
             elif not is_whole:
-                is_of_late = before.demand or now_s - self._changed_s[tenant.name] < SILENT_S
+                is_of_late = before.demand or before.kept or now_s - self._changed_s[tenant.name] < SILENT_S
                 if not (is_repeated and is_of_late):
                     continue
             self._told[tenant.name] = usage
@@ -414,6 +422,9 @@ class Gossip:
         """Say how many requests of each tenant, or of those named, may run here."""
         tenants = self._tenants.known if names is None else filter(None, map(self._tenants.get, names))
         for tenant in tenants:
+            if tenant.limits.retain_tokens:
+                kept = (peer.usage.get(tenant.name, _UNUSED).kept for peer in self._peers.values())
+                tenant.kept_elsewhere = sum(kept)
             if tenant.limits.concurrency:
                 granted = self._granted(tenant, now_s, unix_s)
                 self.has_more |= granted > (tenant.granted or 0)
@@ -438,8 +449,8 @@ class Gossip:
 _UNUSED: Final = Usage()
 
 
-def _counts(usage: Usage) -> tuple[int, int]:
-    return usage.running, usage.waiting
+def _counts(usage: Usage) -> tuple[int, int, int]:
+    return usage.running, usage.waiting, usage.kept
 
 
 def _left(bucket: TokenBucket | None, now_s: float) -> float:

@@ -87,20 +87,6 @@ class Use(msgspec.Struct):
 class TenantState:
     """A tenant as the router knows it."""
 
-    __slots__ = (
-        "charged_requests",
-        "charged_tokens",
-        "granted",
-        "limits",
-        "name",
-        "requests",
-        "running",
-        "share",
-        "tokens",
-        "use",
-        "waiting",
-    )
-
     def __init__(self, name: str, limits: TenantLimits, now_s: float, granted: int | None = None) -> None:
         self.name = name
         self.limits = limits
@@ -115,6 +101,10 @@ class TenantState:
         self.charged_requests = 0.0
         self.charged_tokens = 0.0
         """Charged in this process since its start."""
+        self.kept: dict[str, tuple[int, float]] = {}
+        """Conversation → (tokens, until when): what is kept in the pool, by this process (`retained`)."""
+        self.kept_elsewhere = 0
+        """Tokens that other processes have kept for it (`sharing.gossip`)."""
         self.use = Use()
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -137,6 +127,10 @@ class TenantState:
         if not most:
             return True
         return self.running < (most if self.granted is None else min(self.granted, most))
+
+    def kept_tokens(self, now_s: float) -> int:
+        """Those that this process has kept for it."""
+        return sum(tokens for tokens, until_s in self.kept.values() if until_s > now_s)
 
     def set_limits(self, limits: TenantLimits, now_s: float) -> None:
         """Change the limits from now on. Past use still counts."""
