@@ -212,8 +212,8 @@ class CacheAware:
             return
         if ask.places is not None:
             for incarnation in ask.places.incarnations:
-                if (worker := workers.by_incarnation.get(incarnation)) is not None:
-                    yield 0.0, worker
+                if (knowing := workers.by_incarnation.get(incarnation)) is not None:
+                    yield 0.0, knowing
         # all others find the same: what the pool has
         found = self._cached_by_all(ask)
         missing = max(0.0, ask.prompt_tokens - found.pool)
