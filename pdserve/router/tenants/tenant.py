@@ -87,6 +87,21 @@ class Use(msgspec.Struct):
 class TenantState:
     """A tenant as the router knows it."""
 
+    __slots__ = (
+        "charged_requests",
+        "charged_tokens",
+        "granted",
+        "limits",
+        "name",
+        "requests",
+        "running",
+        "share",
+        "tokens",
+        "use",
+        "waiting",
+        *("kept", "kept_elsewhere"),
+    )
+
     def __init__(self, name: str, limits: TenantLimits, now_s: float, granted: int | None = None) -> None:
         self.name = name
         self.limits = limits
