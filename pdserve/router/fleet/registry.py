@@ -539,10 +539,4 @@ class Fleet:
 
 def listed_workers(config: RouterConfig) -> dict[str, Role]:
     """The workers that the configuration lists: base URL → role. Names for DNS are left out."""
-    lists: tuple[tuple[Role, tuple[str, ...]], ...] = (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-        ("agg", config.agg),
-        ("elastic", config.elastic),
-    )
-    return {url: role for role, urls in lists for url in urls if not is_dns_name(url)}
+    return {url: role for role in ROLES for url in getattr(config, role) if not is_dns_name(url)}
