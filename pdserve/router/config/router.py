@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -18,7 +19,6 @@ from pdserve.router.config.tenants import OTHERS, SHARED, Access, Admin, Admissi
 from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
-Mode = Literal["disagg", "agg"]
 MAX_ALIAS_CHARS: Final = 256
 
 
@@ -124,7 +124,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
-        listed = [*self.prefill, *self.decode, *self.agg, *self.elastic]
+        listed = self.listed
         seen = [
             parse_dns_name(url, "http")[1:] if is_dns_name(url) else parse_base_url(url) for url in listed
         ]
@@ -148,14 +148,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     @property
+    def listed(self) -> tuple[str, ...]:
+        """Base URLs, and names for DNS, of workers of all roles."""
+        return (*self.prefill, *self.decode, *self.agg, *self.elastic)
+
+    @property
     def tenant_defaults(self) -> TenantLimits:
         """Of tenants that have no table of their own."""
         return next((tenant for tenant in self.tenants if tenant.name == OTHERS), TenantLimits())
 
     def check_workers(self) -> None:
         """Raises ConfigError where no way leads to a worker: a file is empty while it is written anew."""
-        listed = self.decode or self.agg or self.elastic
-        if not (listed or self.has_discovery) and self.admin.port is None:
+        if not (self.decode or self.agg or self.elastic or self.has_discovery) and self.admin.port is None:
             raise ConfigError(
                 "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
                 "etcd.endpoints"
@@ -170,7 +174,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not model or (self.models and not {model, base_of(model)} & set(self.models)):
                 raise ValueError(f"alias {alias} stands for {model!r}, which is none of 'models'")
 
-    def _check_tls(self, urls: list[str]) -> None:
+    def _check_tls(self, urls: Sequence[str]) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:
             raise ValueError(
                 "tls.certificate is shown to workers, which needs tls.ca; that of the public port is "
@@ -194,9 +198,4 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def _has_dns_names(self) -> bool:
-        return any(map(is_dns_name, (*self.prefill, *self.decode, *self.agg, *self.elastic)))
-
-    @property
-    def mode(self) -> Mode:
-        """`disagg` if there are decode or elastic workers."""
-        return "disagg" if self.decode or self.elastic else "agg"
+        return any(map(is_dns_name, self.listed))

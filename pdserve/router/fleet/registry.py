@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ from pdserve.discovery.dns import is_dns_name
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.config.router import Mode, RouterConfig, base_of
+from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.fleet.eligible import NOBODY, Eligible, LoadLog
 from pdserve.router.fleet.membership import Membership
 from pdserve.router.fleet.worker import (
@@ -359,7 +359,7 @@ class Fleet:
         return self.members.by_id
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> Literal["disagg", "agg"]:
         """`disagg` if there are decode or elastic workers, healthy or not."""
         is_disagg = any(worker.role in ("decode", "elastic") for worker in self.workers)
         return "disagg" if is_disagg else "agg"
