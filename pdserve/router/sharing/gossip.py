@@ -178,7 +178,7 @@ class Gossip:
         """When this process heard itself last by the remote carrier."""
         self._back_s = -math.inf
         """When the remote carrier came back: not all hosts were heard since."""
-        self._told_s = self._repeated_s = -math.inf
+        self._beat_s = -math.inf
         self._number = 0
         self._peers: dict[str, _Peer] = {}
         self._told: dict[str, Usage] = {}
@@ -214,8 +214,11 @@ class Gossip:
     def tick(self, now_s: float, unix_s: float) -> list[Outgoing]:
         """What is to be published now. To be called every `REPORT_S`, or earlier when there is news."""
         self._look_around(now_s)
-        is_due = self._has_met or now_s - self._told_s >= HEARTBEAT_S
-        usage = self._new_usage(now_s)
+        is_whole, self._has_met = self._has_met, False
+        is_beat = now_s - self._beat_s >= HEARTBEAT_S
+        if is_beat:
+            self._beat_s = now_s
+        usage = self._new_usage(now_s, is_whole=is_whole, is_beat=is_beat)
         news = self._sessions.news or {}
         self._listen_to_sessions()
         turns = [
@@ -224,10 +227,8 @@ class Gossip:
         ]
         messages = [Outgoing(self._encoded(usage=part)) for part in _parts(usage)]
         messages += [message for part in _parts(turns) for message in self._with_turns(part, None)]
-        if not messages and is_due:
+        if not messages and (is_whole or is_beat):
             messages = [Outgoing(self._encoded())]
-        if messages:
-            self._told_s = now_s
         messages += self._handed_over(unix_s - now_s, HANDED_OVER)
         self._grant_all(now_s, unix_s)
         return messages
@@ -256,14 +257,10 @@ class Gossip:
         for tenant in self._tenants.known:
             tenant.set_share(self.share, now_s)
 
-    def _new_usage(self, now_s: float) -> list[tuple[str, Usage]]:
+    def _new_usage(self, now_s: float, *, is_whole: bool, is_beat: bool) -> list[tuple[str, Usage]]:
         """Of tenants whose figures have changed; at every heartbeat also of those that run something or have
         changed of late, for who has missed a message; and for a newcomer of all.
         """
-        is_whole, self._has_met = self._has_met, False
-        is_repeated = now_s - self._repeated_s >= HEARTBEAT_S
-        if is_repeated:
-            self._repeated_s = now_s
         found = []
         self._lately.clear()
         for tenant in self._tenants.known:
@@ -288,7 +285,7 @@ class Gossip:
                 continue
             elif not is_whole:
                 is_of_late = before.demand or before.kept or now_s - self._changed_s[tenant.name] < SILENT_S
-                if not (is_repeated and is_of_late):
+                if not (is_beat and is_of_late):
                     continue
             self._told[tenant.name] = usage
             self._lately[tenant.name] = before.demand
