@@ -1,4 +1,4 @@
-"""The admin port: its API, its live page, and `pdserve top`.
+"""The admin port: its API, and its live page.
 
-The package may import `app` and all below it, and `kvpool.admin` for the figures of pool nodes.
+The package may import `app` and all below it.
 """
