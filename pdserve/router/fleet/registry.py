@@ -425,21 +425,27 @@ class Fleet:
 
     # --- events
 
-    def on_selected(self, worker: Worker, now_s: float) -> int:
-        """Count a planned request as in flight at `worker`.
+    def on_selected(self, worker: Worker, now_s: float, tokens: int = 0, prefills: int = 0) -> int:
+        """Count a planned request as in flight at `worker`. Requests that arrive together see each other's
+        load, so they do not all choose the same worker. `tokens`: of its prompt, to be computed there.
+        `prefills`: 1 where another worker will answer.
 
         Returns the number of the circuit breaker's trial that this request is. 0: the circuit is closed.
         """
         worker.in_flight += 1
+        worker.prefilling += prefills
+        worker.queued_here += tokens
         self.log.moved.append(worker)
         if not worker.circuit.retry_at_s:
             return 0
         self._snapshots.clear()
         return worker.circuit.on_selected(now_s, CIRCUIT_OPEN_S)
 
-    def on_released(self, worker: Worker) -> None:
-        """The request counted by `on_selected` is over."""
+    def on_released(self, worker: Worker, tokens: int = 0, prefills: int = 0) -> None:
+        """The request counted by `on_selected` is over. `tokens`: those that were not computed."""
         worker.in_flight -= 1
+        worker.prefilling -= prefills
+        worker.queued_here -= tokens
         self.log.moved.append(worker)
 
     def on_queued(self, worker: Worker, tokens: int) -> None:

@@ -91,6 +91,7 @@ class TenantState:
         "charged_requests",
         "charged_tokens",
         "granted",
+        "has_rates",
         "limits",
         "name",
         "requests",
@@ -131,11 +132,6 @@ class TenantState:
         return self.limits.cache or self.name
 
     @property
-    def has_rates(self) -> bool:
-        """Its requests or tokens have a rate."""
-        return self.requests is not None or self.tokens is not None
-
-    @property
     def is_free(self) -> bool:
         """The tenant's concurrency allows one more request."""
         most = self.limits.concurrency
@@ -153,6 +149,7 @@ class TenantState:
         rate_s, tokens_min = limits.requests_s * self.share, limits.tokens_min * self.share
         self.requests = _bucket(self.requests, rate_s, max(1.0, rate_s), now_s)
         self.tokens = _bucket(self.tokens, tokens_min / 60, tokens_min, now_s)
+        self.has_rates = self.requests is not None or self.tokens is not None
 
     def set_share(self, share: float, now_s: float) -> None:
         """Hold this share of the rates from now on, above 0 and at most 1."""
