@@ -27,14 +27,16 @@ from pdserve.kvpool.core.events import (
     ViewChanged,
     WatchOwners,
 )
-from pdserve.kvpool.core.sharding.fetches import FETCH_S, SHUN_S
+from pdserve.kvpool.core.sharding.fetches import HOP_S, SHUN_S
 from pdserve.kvpool.core.sharding.forwards import FORWARD_S
+from pdserve.kvpool.core.tiering.tier_index import TieringLimits
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, statuses
 
 A = TypeVar("A")
 NODES = [m.NodeAddress(name, "") for name in ("n0", "n1", "n2")]
 ALL, PAIR = Ring(NODES, 5), Ring(NODES[:2], 4)
+FETCH_S = TieringLimits().promotion_timeout_s + HOP_S
 
 
 def of(owner: str, count: int, *, before: str = "") -> list[int]:
@@ -126,11 +128,15 @@ def test_while_pages_move_the_owner_before_is_asked_next_and_a_new_view_begins_a
     assert fetch.node in ("n1", "n2")
 
 
-def test_a_node_that_is_late_costs_one_deadline_and_its_page_is_kept_when_it_comes() -> None:
-    node, client = member()
+@pytest.mark.parametrize(
+    "tier_s", [TieringLimits().promotion_timeout_s, 10.0], ids=["fast tiers", "slow tiers"]
+)
+def test_a_node_that_is_late_costs_one_deadline_and_its_page_is_kept_when_it_comes(tier_s: float) -> None:
+    node, client = member(tiering=TieringLimits(promotion_timeout_s=tier_s))
     first, second = of("n1", 2)
     [fetch] = ask(node, client, first)
-    ended = node.pass_time(FETCH_S)
+    assert answers(node.pass_time(tier_s + HOP_S / 2), client) == []
+    ended = node.pass_time(HOP_S / 2)
     assert pins(ended, client) == [m.MISS]
     for page in (first, second):
         assert pins(node.send(client, m.Get(51, 1, [key(page)], [4 * KIB])), client) == [m.MISS]
