@@ -3,7 +3,7 @@
     shell                             NodeState.handle(event, now_s)
     Connected, Disconnected     ->    sessions: what each client holds           sessions.py
     Received(request)           ->    reservations and commits                   writes.py
-    TransferDone                      gets and pins                              reads.py
+    TransfersDone                     gets and pins                              reads.py
     Tick                              waits                                      waits.py
     RecordsLearned                    namespaces and who may use them            namespace_admin.py
     PagesStored, PagesLoaded, ...     pages in tiers                             tiering/
@@ -48,7 +48,7 @@ from pdserve.kvpool.core.events import (
     RecordsLearned,
     SaveNamespaces,
     Tick,
-    TransferDone,
+    TransfersDone,
     ViewChanged,
 )
 from pdserve.kvpool.core.kept_pages import KeptPages
@@ -181,10 +181,12 @@ class NodeState:
                 self._judging = None
             case Tick():
                 self._tick(now_s, out)
-            case TransferDone():
-                session = self.sessions.get(event.connection)
-                if not self.reads.sent(session, event.tag, event.ok, out):
-                    self.writes.received(session, event.tag, event.ok, now_s, out)
+            case TransfersDone():
+                for one in event.done:
+                    session = self.sessions.get(one.connection)
+                    if not self.reads.sent(session, one.tag, one.ok, out):
+                        self.writes.received(session, one.tag, one.ok, out)
+                self.writes.commit_received(now_s, out)
             case Connected():
                 assert event.connection not in self.sessions
                 self.sessions[event.connection] = Session(
