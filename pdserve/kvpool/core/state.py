@@ -238,7 +238,7 @@ class NodeState:
                 out.append(Answer(event.connection, fault))
                 return
             self.store.index.namespace(namespace).operations += 1
-            if session.data_path == "none" and isinstance(message, m.Reserve):
+            if session.data_path == "none" and isinstance(message, m.Reserve | m.Get):
                 text = "this connection moves no pages"
                 out.append(Answer(event.connection, m.Fault(message.id, "no_data_path", text)))
                 return

@@ -99,7 +99,7 @@ class Fetches:
 
     def begin(self, get: PendingGet, missing: Sequence[int], now_s: float, out: list[Action]) -> list[int]:
         """See `pending_gets.Source`."""
-        if get.session.peer or not get.session.reads or not self._ownership.has_others:
+        if get.session.peer or not self._ownership.has_others:
             return list(missing)
         request, left = get.request, list[int]()
         length_bytes = sum(request.segment_bytes)
