@@ -49,6 +49,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     ),
     "pool": SubCommand("pdserve.kvpool.admin.cli:app", "Run a pool node, or ask one how it is."),
     "weights": SubCommand("pdserve.kvpool.weights.cli:app", "Store models' weights in the pool."),
+    "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
 }
 

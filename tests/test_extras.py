@@ -31,7 +31,7 @@ OPTIONAL = (
     *("torch", "sglang", "transformers", "tokenizers", "setproctitle", "pynvml", "zmq"),
     *("cryptography", "zstandard", "ucxx", "obstore", "redis", "opentelemetry.sdk", "mooncake", "matplotlib"),
 )
-CORE = ("router", "up", "key", "pool", "weights", "doctor", "dynamo")
+CORE = ("router", "up", "key", "pool", "weights", "top", "doctor", "dynamo")
 WITHOUT = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); "
 
 

@@ -125,6 +125,7 @@ def test_a_secret_of_a_wrong_type_is_not_shown() -> None:
         ("pool", "status", "unix:/x", "--token", TEXT),
         ("pool", "ns", "create", "unix:/x", "n", "--read-token", TEXT),
         ("router", "--admin.key", TEXT),
+        ("top", "--key", TEXT),
         ("agg", "--cluster-token", TEXT),
         ("doctor", "--token", TEXT),
     ],
