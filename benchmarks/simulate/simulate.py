@@ -160,9 +160,12 @@ class Simulation:
         self._load, self._size, self._setting = load, size, setting
         self._config = config
         self._fleet = Fleet.from_config(config)
+        has_pool = setting.pool_blocks != 0
         for worker in self._fleet.workers:
             self._fleet.on_info(worker, WorkerInfo(worker.role, MODEL))
-            self._fleet.on_load(worker, WorkerLoad(max_running_requests=setting.max_running), pool_up=True)
+            self._fleet.on_load(
+                worker, WorkerLoad(max_running_requests=setting.max_running), pool_up=has_pool
+            )
             self._fleet.on_probe_ready(worker)
         self._placer = Placer(config, self._fleet)
         self._sites = {

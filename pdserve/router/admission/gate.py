@@ -316,9 +316,7 @@ class Gate:
     def _slots(self, model: str, now_s: float) -> int:
         if model == ANY:
             return UNKNOWN_SLOTS if self._fleet.tasks else 0
-        snapshot = self._fleet.snapshot(model, now_s)
-        workers = len(snapshot.decode) + len(snapshot.direct_decode)
-        return self._admission.running_per_worker * workers or snapshot.slots
+        return self._fleet.snapshot(model, now_s).slots
 
     async def _wait(self, ticket: Ticket) -> None:
         self._waiters[ticket] = waiter = self._loop.create_future()
