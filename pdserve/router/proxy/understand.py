@@ -50,7 +50,8 @@ from pdserve.router.sessions.keys import find_session_key, is_final, parse_sourc
 from pdserve.router.tenants.retained import (
     RETAIN_HEADER,
     RETAINED_HEADER,
-    Retained,
+    check_hints,
+    keep,
     seconds_marked,
     seconds_of,
 )
@@ -68,7 +69,7 @@ from pdserve.router.tenants.tenant import TenantState
 
 
 class Understanding:
-    """Reads requests. Keeps how many came for each model, and what is retained."""
+    """Reads requests. Keeps how many came for each model."""
 
     def __init__(
         self, config: RouterConfig, fleet: Fleet, gate: Gate, stats: Stats, *, needs_prefix: bool
@@ -89,7 +90,6 @@ class Understanding:
         self._looks_further = bool(kinds - {"user", "prompt_cache_key", "metadata.user_id"})
         self._shows_load = config.access.show_load
         self._limits = config.limits
-        self.retained: Final = Retained()
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
 
@@ -257,13 +257,13 @@ class Understanding:
         facts, now_s = request.facts, self._loop.time()
         if request.endpoint.is_hint:
             name, tokens = _conversation(request), facts.charged_tokens
-            self.retained.check_hints(tenant, view.kv_hints, name, tokens, now_s)
+            check_hints(tenant, view.kv_hints, name, tokens, now_s)
             return
         seconds, said = 0, request.fields.get(RETAIN_HEADER)
         if facts.endpoint.task == "generate":
             seconds = seconds_marked(request.body, view) if said is None else seconds_of(said)
         tokens = facts.prompt_tokens_estimate
-        if self.retained.take(tenant, _conversation(request), tokens, seconds, now_s):
+        if keep(tenant, _conversation(request), tokens, seconds, now_s):
             request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
             request.set_lines()
         elif said is None:  # marks that clients send to whomever, or none
