@@ -16,7 +16,6 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import Endpoint, find_holder
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.api.nonces import HEAD_BYTES, MARK, STRIPPED_HEADER, without_nonce
@@ -45,7 +44,7 @@ from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.request.request import Request
 from pdserve.router.sessions.canonical import Chains
-from pdserve.router.sessions.history import History
+from pdserve.router.sessions.history import History, asks_diagnosis
 from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import (
     RETAIN_HEADER,
