@@ -3,7 +3,7 @@
     shell                             NodeState.handle(event, now_s)
     Connected, Disconnected     ->    sessions: what each client holds           sessions.py
     Received(request)           ->    reservations and commits                   writes.py
-    TransferDone                      gets and pins                              reads.py
+    TransfersDone                     gets and pins                              reads.py
     Tick                              waits                                      waits.py
     RecordsLearned                    namespaces and who may use them            namespace_admin.py
     PagesStored, PagesLoaded, ...     pages in tiers                             tiering/
@@ -48,7 +48,7 @@ from pdserve.kvpool.core.events import (
     RecordsLearned,
     SaveNamespaces,
     Tick,
-    TransferDone,
+    TransfersDone,
     ViewChanged,
 )
 from pdserve.kvpool.core.kept_pages import KeptPages
@@ -184,10 +184,12 @@ class NodeState:
                 self._judging = None
             case Tick():
                 self._tick(now_s, out)
-            case TransferDone():
-                session = self.sessions.get(event.connection)
-                if not self.reads.sent(session, event.tag, event.ok, out):
-                    self.writes.received(session, event.tag, event.ok, now_s, out)
+            case TransfersDone():
+                for one in event.done:
+                    session = self.sessions.get(one.connection)
+                    if not self.reads.sent(session, one.tag, one.ok, out):
+                        self.writes.received(session, one.tag, one.ok, out)
+                self.writes.commit_received(now_s, out)
             case Connected():
                 assert event.connection not in self.sessions
                 self.sessions[event.connection] = Session(
@@ -239,7 +241,7 @@ class NodeState:
                 out.append(Answer(event.connection, fault))
                 return
             self.store.index.namespace(namespace).operations += 1
-            if session.data_path == "none" and isinstance(message, m.Reserve):
+            if session.data_path == "none" and isinstance(message, m.Reserve | m.Get):
                 text = "this connection moves no pages"
                 out.append(Answer(event.connection, m.Fault(message.id, "no_data_path", text)))
                 return

@@ -296,6 +296,8 @@ class PoolNode:
         try:
             for action in self.state.handle(event, self._loop.time()):
                 acts[type(action)](action)
+            if self.data_paths.queued:
+                self.data_paths.flush()
             if self._timer is None or self.state.next_deadline_s < self._timer_at_s:
                 self._schedule()
         except Exception as error:  # boundary: of the decisions; ends a connection or the process
@@ -408,6 +410,8 @@ class PoolNode:
         if action.connection == LOCAL:
             self.local.answered(action.message)
             return
+        if self.data_paths.queued:
+            self.data_paths.flush()
         self.serving.answered(action.connection, action.message)
         self._reply(action.connection, action.message)
 

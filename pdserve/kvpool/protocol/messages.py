@@ -55,7 +55,7 @@ def pages_a_message(page_bytes: int) -> int:
     return max(1, min(MAX_PAGES, MAX_BATCH_BYTES // max(1, page_bytes)))
 
 
-# "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
+# "none": a connection that moves no pages; it asks (exists, wait, status)
 DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "none"]
 DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
 

@@ -67,7 +67,7 @@ class Observations:
         self._counted = Histogram()
         self._waiting: list[float] = []
         self.observe: Final = self._waiting.append
-        """One observation, in seconds. Whoever calls it has `Stats.on_request` called now and then."""
+        """One observation, in seconds. Whoever calls it has `Stats.count` called now and then."""
 
     def observe_all(self, values_s: Iterable[float]) -> None:
         """Several observations."""
@@ -234,17 +234,12 @@ class Stats:
             setattr(self, attribute, value)
         self.parts: Final[defaultdict[tuple[str, ...], list[tuple[float, ...]]]] = defaultdict(list)
         """By names of parts of `first_token`, one row for each stream. They are counted there in lots."""
-        self._left = MAX_UNCOUNTED
+        self.left = MAX_UNCOUNTED
+        """Requests that may be observed before `count` is called: who observes one counts down."""
 
-    def on_request(self) -> None:
-        """A request was observed."""
-        self._left -= 1
-        if not self._left:
-            self._left = MAX_UNCOUNTED
-            self._count()
-
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count what was observed and not counted."""
+        self.left = MAX_UNCOUNTED
         for names, rows in self.parts.items():
             for name, values_s in zip(names, zip(*rows, strict=True), strict=False):
                 self.first_token[name].observe_all(values_s)
@@ -267,7 +262,7 @@ class Stats:
 
     def snapshot(self) -> Snapshot:
         """All of them as they are now. Shares nothing with the counters."""
-        self._count()
+        self.count()
         found = Snapshot()
         for attribute, definition in DECLARED.items():
             value = getattr(self, attribute)

@@ -13,7 +13,7 @@ import msgspec
 
 def plain_has_after(text: bytes | msgspec.Raw, mark: bytes, words: tuple[bytes, ...]) -> bool:
     """Whether one of `words`, none of them empty, follows `mark`, a single byte, somewhere in `text`."""
-    return _pattern(mark, words).search(text) is not None
+    return bool(words) and _pattern(mark, words).search(text) is not None
 
 
 @lru_cache(maxsize=16)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Final
 
 from pdserve.logs import ThrottledLog
@@ -46,14 +47,17 @@ class Parts:
     ) -> None:
         self.config = config
         self.limits_s = config.deadlines
+        self.pull_ahead_tokens = config.pull_ahead_tokens or math.inf
         self.fleet = fleet
         self.gate = gate
         self.upstream = upstream
         self.stats = stats
+        self.placements = stats.placements
         self.loop = asyncio.get_running_loop()
         self.placer = Placer(config, fleet)
         self.wait = WorkerWait(fleet)
         self.suspects = Suspects(fleet, upstream, stats, self.wait)
+        self.suspicion = self.suspects.suspicion
         self.budget = RetryBudget(self.loop.time())
         self.shared_prefills = SharedPrefills()
         self._log = ThrottledLog(logger)
@@ -113,38 +117,3 @@ class Parts:
     def _blame(self, worker: Worker) -> None:
         if self.fleet.on_failure(worker, self.loop.time()):
             logger.warning("%s worker %s: circuit opened", worker.role, worker.id)
-
-
-class Claim:
-    """A request's load at one worker, counted from the choice of the worker until `release`. Requests that
-    arrive together see each other's claims, so they do not all choose the same worker.
-    """
-
-    __slots__ = ("_fleet", "_prefills", "queued_tokens", "trial", "worker")
-
-    def __init__(
-        self, fleet: Fleet, worker: Worker, now_s: float, queued_tokens: int = 0, *, prefills: bool = False
-    ) -> None:
-        """`queued_tokens`: prompt tokens that the worker has to compute. `prefills`: another one answers."""
-        self._fleet = fleet
-        self._prefills = prefills
-        worker.prefilling += prefills
-        worker.queued_here += queued_tokens  # noted by `on_selected`, which follows
-        self.queued_tokens = queued_tokens
-        self.worker = worker
-        self.trial = fleet.on_selected(worker, now_s)
-        """Number of the circuit's trial, see `Fleet.on_selected`."""
-
-    def on_computed(self) -> None:
-        """The prompt waits no more. Can be called again."""
-        if self.queued_tokens:
-            self._fleet.on_queued(self.worker, -self.queued_tokens)
-            self.queued_tokens = 0
-
-    def release(self) -> None:
-        """The worker has this request no more. Called once."""
-        worker = self.worker
-        worker.queued_here -= self.queued_tokens  # noted by `on_released`, which follows
-        self.queued_tokens = 0
-        worker.prefilling -= self._prefills
-        self._fleet.on_released(worker)

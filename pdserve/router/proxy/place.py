@@ -45,7 +45,7 @@ def plan(
     """The plan of a request. `lost`: workers of the direct way that failed it. `snapshot`: the workers of its
     model now, where they are known. Raises NoWorkerError.
     """
-    stats = parts.stats
+    placements = parts.placements
     if snapshot is None:
         snapshot = parts.fleet.snapshot(request.model, now_s)
     if lost:
@@ -54,10 +54,10 @@ def plan(
     else:
         made = parts.placer.plan(request.facts, snapshot, last, now_s)
     for cause in made.causes:
-        if cause in stats.placements:
-            stats.placements[cause] += 1
+        if cause in placements:
+            placements[cause] += 1
         else:
-            stats.on_placed(*cause)
+            parts.stats.on_placed(*cause)
     request.plan = made
     request.words += made.reasons
     return made

@@ -89,11 +89,7 @@ def _actions(hints: msgspec.Raw) -> list[tuple[str, float]]:
 
 
 class Retained:
-    """Of all tenants of a router process."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, dict[str, tuple[int, float]]] = {}
-        """Tenant → conversation → (tokens, until when)."""
+    """What tenants have kept, within what all processes have for them (`TenantState.kept_elsewhere`)."""
 
     def take(self, tenant: TenantState, conversation: str, tokens: int, seconds: float, now_s: float) -> bool:
         """Whether the tenant may have so many tokens of the conversation kept; if so, they count from now
@@ -101,10 +97,10 @@ class Retained:
         """
         if seconds <= 0 or not tenant.limits.retain_tokens:
             return False
-        kept = self._of.setdefault(tenant.name, {})
+        kept = tenant.kept
         for name in [name for name, (_, until_s) in kept.items() if until_s <= now_s or name == conversation]:
             del kept[name]
-        used = sum(count for count, _ in kept.values())
+        used = tenant.kept_tokens(now_s) + tenant.kept_elsewhere
         if used + tokens > tenant.limits.retain_tokens or len(kept) >= MAX_CONVERSATIONS:
             return False
         kept[conversation] = tokens, now_s + seconds
@@ -135,8 +131,4 @@ class Retained:
 
     def release(self, tenant: TenantState, conversation: str) -> None:
         """The conversation is kept no longer."""
-        self._of.get(tenant.name, {}).pop(conversation, None)
-
-    def tokens(self, tenant: TenantState, now_s: float) -> int:
-        """Those that count for the tenant."""
-        return sum(count for count, until_s in self._of.get(tenant.name, {}).values() if until_s > now_s)
+        tenant.kept.pop(conversation, None)

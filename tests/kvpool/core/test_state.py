@@ -17,6 +17,7 @@ from pdserve.kvpool.core.events import (
     SaveNamespaces,
     Tick,
     TransferDone,
+    TransfersDone,
 )
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
@@ -141,15 +142,26 @@ def test_ucx_an_overdue_receive_is_cancelled_and_freed_when_that_is_done() -> No
     assert actions == [CancelTransfers(c, (grant.tag,)), Answer(c, m.Committed(10, b"\0"))]
     assert node.status().quarantined_bytes == 4 * KIB
     assert statuses(node.reserve(c, ns, 1)) == [GRANTED]
-    node.do(TransferDone(c, grant.tag, False))
+    node.done(c, grant.tag, False)
     assert node.status().quarantined_bytes == 0
+
+
+def test_ucx_pages_that_came_together_are_committed_together_and_one_that_failed_is_not() -> None:
+    node, c, ns = ucx_node()
+    grants = node.reserve(c, ns, 1, 2, 3)
+    assert answers(node.send(c, commit(9, *grants)), c) == []
+    ends = zip(grants, (True, False, True), strict=True)
+    actions = node.do(TransfersDone([TransferDone(c, grant.tag, ok) for grant, ok in ends]))
+    [rows] = [one for one in actions if isinstance(one, CommitRows)]
+    assert rows.slots == [grants[0].slot, grants[2].slot]
+    assert answers(actions, c) == [m.Committed(9, b"\1\0\1")]
 
 
 def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
     node, c, ns = ucx_node()
     grants = node.reserve(c, ns, 1, 2)
     for grant in grants:
-        node.do(TransferDone(c, grant.tag, True))
+        node.done(c, grant.tag, True)
     node.send(c, commit(9, *grants))
     one, two, again = node.get(c, ns, 1, 2, 1)
     assert node.pass_time(10) == [CancelTransfers(c, (one.tag, two.tag, again.tag))]
@@ -165,6 +177,7 @@ def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
         (m.Commit(1, [0], [1], [1 << 64]), "bad_request"),
         (m.Commit(1, [0], [1, 2], [1]), "bad_request"),
         (m.Reserve(1, 1, [key(1)], [1]), "no_data_path"),
+        (m.Get(1, 1, [key(1)], [1]), "no_data_path"),
     ],
 )
 def test_what_contradicts_itself_or_cannot_be_carried_out_is_refused(request_: m.Request, code: str) -> None:
@@ -180,21 +193,6 @@ def test_a_second_hello_closes_the_connection_and_what_a_closed_one_asks_is_pass
     c = node.connect()
     assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "a second Hello")]
     assert node.do(Received(99, m.Ping(1))) == []
-
-
-def test_a_get_without_a_data_path_pins_pages_and_is_no_read() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
-    node.put(c, ns, 1)
-    holder = node.connect("none")
-    pins = node.get(holder, node.open(holder), 1, 2)
-    assert [pin.status for pin in pins] == [HIT, MISS]
-    assert [type(action) for action in node.actions] == [Answer]  # nothing is sent
-    assert (node.status().namespaces[0].hits, node.status().namespaces[0].misses) == (0, 0)
-    node.put(c, ns, 3, 4, 5, 6)
-    assert node.exists(c, ns, 1) == [1]
-    node.release(holder, pins[0])
-    node.put(c, ns, 7, 8, 9)
-    assert node.exists(c, ns, 1) == [0]
 
 
 def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:

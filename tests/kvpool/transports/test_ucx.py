@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from tests.support.kvpool.connectors import connect
 from tests.support.suite.extended import extended
 
 MIB = 1 << 20
+MAP_NORESERVE = 0x4000
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
 NODE = Path(__file__).parents[2] / "support" / "kvpool" / "ucx_node.py"
 
@@ -53,8 +55,8 @@ class Node:
         assert self.process.stdout.readline() == b"ready\n"
         self._before: dict[str, int] = {}
 
-    def connect(self, checksum: bool = True) -> UcxConnection:
-        made = connect(self.address, soon(), "ucx", checksum=checksum)
+    def connect(self, checksum: bool = True, ucx: dict[str, str] | None = None) -> UcxConnection:
+        made = connect(self.address, soon(), "ucx", checksum=checksum, ucx=ucx)
         assert isinstance(made, UcxConnection)
         return made
 
@@ -153,11 +155,7 @@ def pin(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) 
     return pins
 
 
-# UCX may move bytes by eager messages, by pipelined rendezvous, or by writing into the receiver's memory
-RENDEZVOUS = [{"UCX_RNDV_THRESH": "8k"}, {"UCX_RNDV_THRESH": "8k", "UCX_RNDV_SCHEME": "put_zcopy"}]
-
-
-@pytest.mark.parametrize("environment", [{}, *map(extended, RENDEZVOUS)], ids=["eager", "copied", "put"])
+@pytest.mark.parametrize("environment", [{}, extended({"UCX_RNDV_SCHEME": "put_zcopy"})], ids=str)
 def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
     start_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
@@ -266,10 +264,18 @@ def test_a_page_that_comes_after_it_was_aborted_leaves_the_connection_and_no_mem
     connection.close()
 
 
-def test_messages_that_nobody_asked_for_end_their_connection(node: Node) -> None:
-    hostile, other = node.connect(), node.connect()
-    message = random_page([MIB], 1)[0]
-    sent = [hostile._link.send(message, (1 << 40) + n) for n in range(4)]
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [({}, [MIB] * 4), ({}, [1 << 40]), ({"RNDV_THRESH": "inf"}, [BIG_BYTES])],
+    ids=["announced", "announced and larger than memory", "a part has come"],
+)
+def test_messages_that_nobody_asked_for_end_their_connection(
+    node: Node, options: dict[str, str], lengths: list[int]
+) -> None:
+    hostile, other = node.connect(ucx=options), node.connect()
+    memory = mmap.mmap(-1, max(lengths), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+    message = np.frombuffer(memory, np.uint8)
+    sent = [hostile._link.send(message[:length], (1 << 40) + n) for n, length in enumerate(lengths)]
     deadline = soon()
     while hostile._link.alive:
         hostile._link.progress()

@@ -312,6 +312,21 @@ def test_whatever_happens_requests_go_where_the_rules_say(seed: int) -> None:
         day.check()
 
 
+@pytest.mark.parametrize(
+    ("of_each", "says", "processes", "slots"), [(0, 8, 1, 32), (0, 8, 3, 11), (5, 8, 2, 5), (0, 0, 2, 4096)]
+)
+def test_the_processes_of_a_router_share_what_runs_at_its_workers(
+    of_each: int, says: int, processes: int, slots: int
+) -> None:
+    made = [Worker("decode", f"http://h{number}:1") for number in range(2)]
+    fleet = Fleet(made, running_per_worker=of_each, processes=processes)
+    for worker in made:
+        fleet.on_info(worker, info())
+        fleet.on_probe_ready(worker)
+        fleet.on_load(worker, WorkerLoad(max_running_requests=says))
+    assert fleet.snapshot("m", 0.0).slots == slots
+
+
 def test_prompts_that_wait_are_those_of_this_router_and_what_else_the_worker_reports() -> None:
     fleet = make("decode")
     worker = fleet.workers[0]

@@ -31,10 +31,10 @@ def test_a_tenant_has_no_more_tokens_and_conversations_kept_than_it_may() -> Non
     assert not kept.take(tenant, "b", 60, 10, 0.0)
     assert kept.take(tenant, "a", 70, 10, 1.0)  # its next turn takes the place of the one before
     assert kept.take(tenant, "b", 30, 10, 1.0)
-    assert kept.tokens(tenant, 1.0) == 100
+    assert tenant.kept_tokens(1.0) == 100
     kept.release(tenant, "a")
     assert kept.take(tenant, "c", 70, 10, 1.0)
-    assert kept.tokens(tenant, 11.0) == 0
+    assert tenant.kept_tokens(11.0) == 0
     assert kept.take(tenant, "d", 100, 10, 11.0)
     assert sum(kept.take(tenant, str(i), 0, 10, 22.0) for i in range(2000)) == 1000
 

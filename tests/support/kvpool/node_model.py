@@ -19,6 +19,8 @@ from pdserve.kvpool.core.events import (
     StartReceive,
     StartSend,
     Tick,
+    TransferDone,
+    TransfersDone,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.sessions import Limits
@@ -114,6 +116,10 @@ class Node:
 
     def send(self, connection: int, message: m.Request) -> list[Action]:
         return self.do(Received(connection, message))
+
+    def done(self, connection: int, tag: int, ok: bool) -> list[Action]:
+        """A transfer has ended."""
+        return self.do(TransfersDone([TransferDone(connection, tag, ok)]))
 
     def pass_time(self, seconds: float) -> list[Action]:
         self.now_s += seconds

@@ -37,13 +37,14 @@ class TinyNode:
         self.counters = {"sent": 0, "send_failed": 0, "received": 0, "receive_failed": 0, "lost": 0}
         self.sending: set[int] = set()
 
-    def done(self, event: TransferDone) -> None:
-        kind = "send" if event.tag in self.sending else "receive"
-        self.sending.discard(event.tag)
-        if kind == "receive":
-            self.received[event.tag] = event.ok
-        name = {"send": "sent", "receive": "received"}[kind] if event.ok else f"{kind}_failed"
-        self.counters[name] += 1
+    def done(self, done: list[TransferDone]) -> None:
+        for one in done:
+            kind = "send" if one.tag in self.sending else "receive"
+            self.sending.discard(one.tag)
+            if kind == "receive":
+                self.received[one.tag] = one.ok
+            name = {"send": "sent", "receive": "received"}[kind] if one.ok else f"{kind}_failed"
+            self.counters[name] += 1
         self.answer_commits()
 
     def lost(self, connection: int, reason: str) -> None:
@@ -83,7 +84,7 @@ class TinyNode:
             self.commits.append((connection, request))
             self.answer_commits()
         elif isinstance(request, m.Abort):
-            self.server.perform(CancelTransfers(connection, tuple(request.sequences)))
+            self.server.perform(connection, [CancelTransfers(connection, tuple(request.sequences))])
         elif isinstance(request, m.Get):
             pins = [self.pin(connection, key, tuple(request.segment_bytes)) for key in request.keys]
             self.send(connection, m.Got(request.id, pins))
@@ -96,7 +97,7 @@ class TinyNode:
         offset = self.free_offset if self.free_offset + length <= len(self.arena) else 0
         self.free_offset = offset + length
         self.reserved[tag] = (key, offset, length, connection)
-        self.server.perform(StartReceive(connection, tag, offset, segment_bytes))
+        self.server.perform(connection, [StartReceive(connection, tag, offset, segment_bytes)])
         return m.Grant(m.GRANTED, tag, offset, tag, tag)
 
     def pin(self, connection: int, key: bytes, segment_bytes: tuple[int, ...]) -> m.Pin:
@@ -105,7 +106,7 @@ class TinyNode:
         offset, _, checksum = self.pages[key]
         tag = self.tags(len(segment_bytes))
         self.sending.add(tag)
-        self.server.perform(StartSend(connection, tag, offset, segment_bytes))
+        self.server.perform(connection, [StartSend(connection, tag, offset, segment_bytes)])
         return m.Pin(m.HIT, tag, offset, checksum, tag, tag)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
