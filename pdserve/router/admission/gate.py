@@ -81,7 +81,6 @@ class Gate:
         tenants = [tenant for tenant in config.tenants if tenant.name != OTHERS]
         self.tenants.configure(keys, tenants, config.tenant_defaults, self._loop.time())
         self._admission = config.admission
-        self._is_bounded = config.admission.running_per_worker > 0
         self.aliases = config.aliases
         self.queue.queue_length = config.admission.queue_length
 
@@ -165,7 +164,7 @@ class Gate:
         """Let a request that has come run, where nobody waits and nothing keeps it from that; it must `leave`
         then. False: it must `enter`. `slots`: those of its model now.
         """
-        if tenant.has_rates or self._is_bounded or not request.is_plain:
+        if tenant.has_rates or not request.is_plain:
             return False
         lane = self.queue.start(request.model, tenant, slots)
         if lane is None:

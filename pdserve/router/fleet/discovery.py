@@ -33,9 +33,8 @@ from pdserve.discovery.dns import (
 )
 from pdserve.errors import PoolError
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import ROLES, Role, Source, Worker
+from pdserve.router.fleet.worker import ROLES, Role, Source
 
 if TYPE_CHECKING:
     from pdserve.discovery.etcd import EtcdMember
@@ -53,33 +52,16 @@ class FoundWorkers:
 
     def follow(self, named: Iterable[tuple[str, str]]) -> None:
         """Make the fleet's members of this source those that it names now, by role and base URL."""
-        joined, left = self._fleet.members.sync(self._source, self._usable(named))
+        joined, left, problems = self._fleet.members.sync(self._source, {url: role for role, url in named})
         for worker in joined:
             logger.info("%s worker %s: %s knows of it", worker.role, worker.id, self._source)
         for worker in left:
             logger.info(
                 "%s worker %s has left: %s no longer knows of it", worker.role, worker.id, self._source
             )
-
-    def _usable(self, named: Iterable[tuple[str, str]]) -> dict[str, Role]:
-        """Base URL → role, without workers that the fleet would refuse. A bad name must not block others."""
-        usable: dict[str, Role] = {}
-        for role, url in named:
-            if role not in ROLES:
-                self._say(f"{url} is named as {role!r}, and no worker is that")
-                continue
-            try:
-                worker = Worker(role, url)
-                self._fleet.members.check(self._source, worker)
-                usable[url] = role
-            except (ValueError, FleetError) as error:
-                self._say(str(error))
-        return usable
-
-    def _say(self, problem: str) -> None:
-        if problem not in self._said:
-            self._said.add(problem)
+        for problem in set(problems) - self._said:
             logger.warning("%s: %s", self._source, problem)
+        self._said = set(problems)
 
 
 def dns_names(config: RouterConfig) -> dict[DnsName, Role]:

@@ -33,7 +33,6 @@ from pdserve.router.proxy.recover import Recovery
 from pdserve.router.proxy.understand import Understanding
 from pdserve.router.request.request import Request
 from pdserve.router.request.traces import TraceFile
-from pdserve.router.tenants.retained import Retained
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tracing import Tracer
 
@@ -84,11 +83,6 @@ class Proxy:
         """The endpoint that a target's path means, see `api.endpoints`."""
         folded = fold(path)
         return folded if folded in ENDPOINTS else None
-
-    @property
-    def retained(self) -> Retained:
-        """What tenants have kept in the pool."""
-        return self._understanding.retained
 
     async def handle(self, request: Request) -> None:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""

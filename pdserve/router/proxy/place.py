@@ -13,7 +13,7 @@ from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.placement.planner import Plan
 from pdserve.router.proxy.parts import Parts
 from pdserve.router.request.request import Request
-from pdserve.router.sessions.table import SessionEntry
+from pdserve.router.sessions.table import SessionEntry, digest
 
 
 def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
@@ -24,6 +24,10 @@ def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
     if facts.is_final:  # no request of the session follows; others may use its first tokens
         shared_tokens = 0 if last is None else last.shared_tokens
         request.keep_line += b"x-pdserve-final: %d\r\n" % shared_tokens
+    if session is not None and session.is_named:  # so that its pages can be erased
+        turn = 1 if last is None else last.turns + 1
+        request.keep_line += b"x-pdserve-session: %b %d\r\n" % (digest(session.name).encode(), turn)
+    if facts.is_final or (session is not None and session.is_named):
         request.set_lines()
     if last is None and session is not None and session.parent:
         last = parts.placer.parents_turn(facts, now_s)

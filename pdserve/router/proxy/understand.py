@@ -16,7 +16,6 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import Endpoint, find_holder
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.api.nonces import HEAD_BYTES, MARK, STRIPPED_HEADER, without_nonce
@@ -45,12 +44,13 @@ from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.request.request import Request
 from pdserve.router.sessions.canonical import Chains
-from pdserve.router.sessions.history import History
+from pdserve.router.sessions.history import History, asks_diagnosis
 from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import (
     RETAIN_HEADER,
     RETAINED_HEADER,
-    Retained,
+    check_hints,
+    keep,
     seconds_marked,
     seconds_of,
 )
@@ -68,7 +68,7 @@ from pdserve.router.tenants.tenant import TenantState
 
 
 class Understanding:
-    """Reads requests. Keeps how many came for each model, and what is retained."""
+    """Reads requests. Keeps how many came for each model."""
 
     def __init__(
         self, config: RouterConfig, fleet: Fleet, gate: Gate, stats: Stats, *, needs_prefix: bool
@@ -89,7 +89,6 @@ class Understanding:
         self._looks_further = bool(kinds - {"user", "prompt_cache_key", "metadata.user_id"})
         self._shows_load = config.access.show_load
         self._limits = config.limits
-        self.retained: Final = Retained()
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
 
@@ -257,13 +256,13 @@ class Understanding:
         facts, now_s = request.facts, self._loop.time()
         if request.endpoint.is_hint:
             name, tokens = _conversation(request), facts.charged_tokens
-            self.retained.check_hints(tenant, view.kv_hints, name, tokens, now_s)
+            check_hints(tenant, view.kv_hints, name, tokens, now_s)
             return
         seconds, said = 0, request.fields.get(RETAIN_HEADER)
         if facts.endpoint.task == "generate":
             seconds = seconds_marked(request.body, view) if said is None else seconds_of(said)
         tokens = facts.prompt_tokens_estimate
-        if self.retained.take(tenant, _conversation(request), tokens, seconds, now_s):
+        if keep(tenant, _conversation(request), tokens, seconds, now_s):
             request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
             request.set_lines()
         elif said is None:  # marks that clients send to whomever, or none

@@ -111,7 +111,8 @@ def test_processes_that_see_one_load_come_to_the_same_duties_but_for_one_worker(
     workers = [worker for number, worker in enumerate(workers) if number not in leaving]
     for step in range(100, 120):
         found = [
-            duties.update(workers, common, has_decode=True, now_s=float(step)) for duties in (here, there)
+            duties.update(listed, common, has_decode=True, now_s=float(step))
+            for duties, listed in ((here, workers), (there, workers[::-1]))
         ]
     assert len(found[0] ^ found[1]) <= 1
 
