@@ -171,8 +171,8 @@ def _texts(module: str) -> dict[tuple[str, str], str]:
     except (OSError, TypeError):
         return {}
     texts: dict[tuple[str, str], str] = {}
-    for class_ in tree.body:
-        for field, below in pairwise(class_.body if isinstance(class_, ast.ClassDef) else ()):
+    for class_ in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+        for field, below in pairwise(class_.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     texts[class_.name, name] = " ".join(text.split())

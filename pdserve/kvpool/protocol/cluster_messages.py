@@ -67,7 +67,8 @@ class NamespaceRecord(Message, tag=97, frozen=True):
 
     `generation` grows when the namespace is dropped: pages of an older generation are void. `geometry` is
     empty until the first worker opens the namespace. `replaced_by` names the revision that took its place;
-    opening the old one is refused.
+    opening the old one is refused. `voided`: when, in the clock's milliseconds, single pages were erased that
+    these nodes may have: what they had before is void. `registry.EVERYBODY` are all that did not run then.
     """
 
     name: str
@@ -77,6 +78,7 @@ class NamespaceRecord(Message, tag=97, frozen=True):
     settings: NamespaceSettings = NamespaceSettings()
     dropped: bool = False
     replaced_by: str = ""
+    voided: dict[str, int] = {}
 
 
 class Member(Message, tag=98, frozen=True):

@@ -440,7 +440,14 @@ class Upstream:
         pool = self._pools.get(worker.url) or self.pool(worker)
         now_s, size, stale = self.deadlines.now_s, len(body), None
         head = method, b" ", target, pool.lines, b"%d\r\n" % size, lines, b"\r\n"
-        up = pool.take_idle(now_s)
+        up = None
+        if pool.idle:
+            up = pool.idle.pop()
+            if up.keeps and now_s - up.idle_since_s < IDLE_S:
+                self.counts.reused += 1
+            else:
+                up.cut()
+                up = pool.take_idle(now_s)
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)

@@ -234,12 +234,18 @@ class Stats:
             setattr(self, attribute, value)
         self.parts: Final[defaultdict[tuple[str, ...], list[tuple[float, ...]]]] = defaultdict(list)
         """By names of parts of `first_token`, one row for each stream. They are counted there in lots."""
+        self.plans: Final[defaultdict[tuple[tuple[str, str], ...], int]] = defaultdict(int)
+        """By what decided about the workers of requests, each (role, reason): `placements` once counted."""
         self.left = MAX_UNCOUNTED
         """Requests that may be observed before `count` is called: who observes one counts down."""
 
     def count(self) -> None:
         """Count what was observed and not counted."""
         self.left = MAX_UNCOUNTED
+        for causes, requests in self.plans.items():
+            for role, reason in causes:
+                self.on_placed(role, reason, requests)
+        self.plans.clear()
         for names, rows in self.parts.items():
             for name, values_s in zip(names, zip(*rows, strict=True), strict=False):
                 self.first_token[name].observe_all(values_s)
@@ -248,12 +254,12 @@ class Stats:
             for one in getattr(self, attribute).values():
                 one.count()
 
-    def on_placed(self, role: str, reason: str) -> None:
+    def on_placed(self, role: str, reason: str, requests: int = 1) -> None:
         """A worker of the role was chosen, or none was, for that reason."""
         key = role, reason
         if key not in self.placements and len(self.placements) >= MAX_PLACEMENTS:
             key = role, "other"
-        self.placements[key] += 1
+        self.placements[key] += requests
 
     def show(self, values: Mapping[str, Shown | int]) -> None:
         """Take over what is kept elsewhere, by the names of the attributes."""

@@ -326,6 +326,26 @@ static PyObject *has_after(PyObject *Py_UNUSED(module), PyObject *const *given, 
     return PyBool_FromLong(found);
 }
 
+static PyObject *number_after(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
+    if (count != 2 || !PyBytes_Check(given[0]) || !PyBytes_Check(given[1]) || !PyBytes_GET_SIZE(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "number_after takes two bytes objects, the second not empty");
+        return NULL;
+    }
+    const char *text = PyBytes_AS_STRING(given[0]), *mark = PyBytes_AS_STRING(given[1]);
+    const char *end = text + PyBytes_GET_SIZE(given[0]);
+    Py_ssize_t length = PyBytes_GET_SIZE(given[1]);
+    const char *at = end - length;
+    while (at >= text && (*at != *mark || memcmp(at, mark, length))) at--;
+    if (at < text) return PyLong_FromLong(0);
+    at += length;
+    while (at < end && (*at == ' ' || (*at >= '\t' && *at <= '\r'))) at++;
+    long long number = 0;
+    const char *digits = at;
+    for (; at < end && at - digits < 15 && *at >= '0' && *at <= '9'; at++) number = 10 * number + (*at - '0');
+    if (at < end && (Py_ISALNUM(*at) || *at == '_')) number = 0;
+    return PyLong_FromLongLong(number);
+}
+
 static destructor of_classes; /* tp_dealloc of each class that a class statement has made */
 
 /* Whether all that an object of this type has are its slots, each a reference. */
@@ -352,6 +372,7 @@ static PyObject *copied(PyObject *Py_UNUSED(module), PyObject *of) {
 static PyMethodDef methods[] = {
     {"copied", (PyCFunction)copied, METH_O, "See slots.copied."},
     {"has_after", (PyCFunction)(void (*)(void))has_after, METH_FASTCALL, "See scan.has_after."},
+    {"number_after", (PyCFunction)(void (*)(void))number_after, METH_FASTCALL, "See scan.number_after."},
     {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, "See heads.joined."},
     {NULL, NULL, 0, NULL},
 };

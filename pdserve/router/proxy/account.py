@@ -74,6 +74,7 @@ class Account:
             kept = self._level.kept(1e3 * first_s, 1e3 * between_s if request.used[1] > 1 else 0.0)
             self._stats.slo_streams[request.model, kept] += 1
         if self._logs_access:
+            request.name_logs()
             log_access(request, now_s)
         if self._trace_file is not None and (told := served(request, now_s)) is not None:
             self._stats.untraced += not self._trace_file.record(told)

@@ -52,6 +52,7 @@ class Decode:
         """
         parts, limits_s, suspicion = self._parts, self._limits_s, self._suspicion
         if self._is_talkative:
+            request.name_logs()
             logger.debug("%r, %s", worker, ", ".join(request.words))
         request.between_s = limit_s = limits_s.between_chunks_s
         if not request.is_started:

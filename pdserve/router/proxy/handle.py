@@ -138,6 +138,7 @@ class Proxy:
         except asyncio.CancelledError:
             await self._on_cancelled(request)
         except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
+            request.name_logs()
             logger.exception("a request failed inside the router")
             await request.break_off(500, "Internal error in the router.", "internal_error")
         finally:

@@ -52,7 +52,7 @@ class Parts:
         self.gate = gate
         self.upstream = upstream
         self.stats = stats
-        self.placements = stats.placements
+        self.plans = stats.plans
         self.loop = asyncio.get_running_loop()
         self.placer = Placer(config, fleet)
         self.wait = WorkerWait(fleet)
@@ -101,6 +101,7 @@ class Parts:
         A 500 can be the request's doing. Its worker is a suspect until another worker has answered the same
         request (`on_answered`): else a worker that fails fast would draw all requests.
         """
+        request.name_logs()
         said = words_of(error)
         self._log.warning(worker.id, "%s worker %s: %s; %s", worker.role, worker.id, said, consequence)
         if is_blamed and is_workers_fault(error):
@@ -110,6 +111,7 @@ class Parts:
 
     def on_answered(self, request: Request) -> None:
         """A worker has answered the request well, so the errors of the suspects were theirs."""
+        request.name_logs()
         for worker in request.suspects:
             self._blame(worker)
         request.suspects = ()

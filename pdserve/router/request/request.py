@@ -31,6 +31,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.logs import served_request
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
 from pdserve.router.api.errors import (
     RETRY_STATUSES,
@@ -323,6 +324,7 @@ class Request(ClientRequest):
     def begin(self) -> None:
         """Serve it."""
         self._coroutine = self._handle(self)
+        served_request.set(self.id)
         self.resume()
 
     def on_end(self) -> None:

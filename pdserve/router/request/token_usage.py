@@ -19,6 +19,7 @@ import re
 from typing import Final
 
 from pdserve.router.api.endpoints import ENDPOINTS, OPENAI_USAGE, Usage
+from pdserve.router.native.scan import number_after
 from pdserve.router.native.slots import copied
 from pdserve.router.request.stream_marks import StreamMarks
 
@@ -137,11 +138,7 @@ class Meter:
         usage, data = self._usage, self._said
         if usage.prompt_mark and self._choices == self._prompt_count == 1 and not count:
             # said once, and near the end of an answer that may be long
-            asked, answered = data.rfind(usage.prompt_mark), data.rfind(usage.mark)
-            prompt_said = usage.prompt.match(data, asked) if asked >= 0 else None
-            output_said = usage.output.match(data, answered) if answered >= 0 else None
-            prompt += int(prompt_said[1]) if prompt_said else 0
-            return prompt, output + (int(output_said[1]) if output_said else 0), 1
+            return prompt + number_after(data, usage.prompt_mark), output + number_after(data, usage.mark), 1
         for said in usage.prompt.findall(self._said):
             if count % self._choices == 0:  # the answers to a prompt stand together
                 prompt += _sum_of_list(said) if usage.is_list else int(said)

@@ -368,7 +368,6 @@ async def test_pipelined_requests_are_read_within_bounds_and_answered_in_order(s
         await client.answer()
     assert not client.transport.is_paused
     assert client.statuses == [200] * sent
-    assert len(client.statuses) == sent
 
 
 @pytest.mark.parametrize("request_", [ORDINARY, REQUEST])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_a_parser_fills_them_as_it_would_fill_a_list(lines_of: Any, data: Any) -
 def test_arguments_of_another_type_are_refused(call: Any) -> None:
     with pytest.raises(TypeError):
         call()
+
+
+@given(
+    st.lists(
+        st.sampled_from([b'"n":', b'"n"', b" ", b"\n", b"0", b"12", b"123456789", b"x", b"_", b",", b"-"])
+    )
+)
+def test_the_number_behind_the_last_mark_is_found(parts: list[bytes]) -> None:
+    text, mark = b"".join(parts), b'"n":'
+    found = re.findall(rb'"n":(?!.*"n":)\s*(\d{1,15})\b', text, re.DOTALL)
+    assert (
+        scan.number_after(text, mark) == scan.plain_number_after(text, mark) == int(found[0] if found else 0)
+    )
 
 
 class Base:

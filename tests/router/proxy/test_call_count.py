@@ -13,13 +13,13 @@ from pdserve.router.native import heads
 from pdserve.router.request.stream_marks import StreamMarks
 from tests.support.router.call_count import Cost, bench
 
-STREAM = Cost(frames=74, c_calls=86, bytecodes=3715)
+STREAM = Cost(frames=72, c_calls=84, bytecodes=3660)
 """Of a stream of one chunk, with a prefill stage."""
-WHOLE = Cost(frames=72, c_calls=75, bytecodes=3485)
+WHOLE = Cost(frames=70, c_calls=71, bytecodes=3381)
 """Of a whole answer, with a prefill stage."""
 CHUNK = Cost(frames=3, c_calls=5, bytecodes=174)
 """Of a further chunk."""
-IN_PYTHON = Cost(frames=30, c_calls=215, bytecodes=2600)
+IN_PYTHON = Cost(frames=32, c_calls=215, bytecodes=2600)
 """More where the C module was not built."""
 SLACK = Cost(frames=0.5, c_calls=0.5, bytecodes=50)
 """What some of the requests do, like drawing ids for the next hundred."""
