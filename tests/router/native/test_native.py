@@ -160,7 +160,7 @@ class Open(Base):
     """Has a dictionary."""
 
 
-@pytest.mark.parametrize("copied", {slots.plain_copied, slots.copied}, ids=repr)
+@pytest.mark.parametrize("copied", [slots.plain_copied, slots.copied], ids=["python", "compiled"])
 def test_a_copy_has_the_same_values_and_a_life_of_its_own(copied: Any) -> None:
     made = Derived()
     made.first, made.third = [1], "x"
