@@ -86,7 +86,7 @@ class Prefill:
         record = current_request()
         assert record is not None, "this route is tracked"
         # the decode worker has the KV of a direct hand-off by now, and waits for no page
-        pages = self._names.none() if is_direct else await self._names.of_prompts(record)
+        pages = record.pages = self._names.none() if is_direct else await self._names.of_prompts(record)
         prompt_tokens = {made.rid: len(made.input_ids or ()) for made in record.requests.values()}
         found = pages.ends_found(prompt_tokens, outcome.cached_tokens)
         is_new = not any(outcome.cached_tokens.values())

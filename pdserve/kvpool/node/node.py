@@ -71,7 +71,7 @@ from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
-from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import DEAD, NamespaceRecord, Upgrade
 from pdserve.kvpool.protocol.messages import (
     Clear,
     DataPathName,
@@ -504,6 +504,8 @@ class PoolNode:
         route = self._routes.get(type(message))
         if not self.upgrader.admits(message):
             return
+        if isinstance(message, Erase):
+            message = self._with_away(connection, message)
         if isinstance(message, Clear | Discard | Erase | DropNamespace) and self._is_for_all(
             connection, message
         ):
@@ -526,6 +528,14 @@ class PoolNode:
             return message.name.startswith(MARK) or bool(split(message.name)[1])
         damaged = isinstance(message, Discard) and message.sequences
         return message.namespace in self.state.namespaces and not damaged
+
+    def _with_away(self, connection: ClientConnection, message: Erase) -> Erase:
+        """What a client wants erased, with the nodes that cannot be told of it now."""
+        session = self.state.sessions.get(connection.number)
+        if session is None or session.peer:
+            return replace(message, away=None)
+        members = self.gossip.cluster.state.members
+        return replace(message, away=[member.node for member in members if member.status == DEAD])
 
     def _drop_everywhere(self, connection: ClientConnection, message: Dropping) -> None:
         self.questions.drop(connection.number, message)

@@ -382,12 +382,14 @@ class Clear(Message, tag=25, frozen=True):
 
 class Erase(Message, tag=43, frozen=True):
     """Drop these pages, those that are being written too, and overwrite their bytes in memory and tiers.
-    Answered with Done when nothing of them is left on this node, or with a Fault `not_erased`.
+    Answered with Done when nothing of them is left on this node, or with a Fault `not_erased`. `away`: the
+    nodes that cannot be told now, as the client's node says to itself.
     """
 
     id: int
     namespace: int
     keys: list[bytes]
+    away: list[str] | None = None
 
 
 class Ping(Message, tag=26, frozen=True):

@@ -54,6 +54,7 @@ class Node:
         tiers: Sequence[TierSpec] = (),
         tiering: TieringLimits | None = None,
         follows_places: bool = True,
+        started_ms: int = 0,
         **limits: Any,
     ) -> None:
         self.now_s = 100.0
@@ -69,6 +70,7 @@ class Node:
             tiers,
             tiering,
             follows_places,
+            started_ms,
         )
         self._follows_places = follows_places
         self._told: dict[tuple[int, bytes], str] = {}  # where pages are, as followers know it

@@ -64,7 +64,8 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
     """A device tensor `[tokens, ...]` as `[pages, page_size, ...]`: whole pages are copied sooner."""
-    return layer[: len(layer) // page_size * page_size].unflatten(0, (-1, page_size))
+    pages = len(layer) // page_size
+    return layer[: pages * page_size].view(pages, page_size, *layer.shape[1:])
 
 
 def transfer_kv_per_layer_ph_lf(
