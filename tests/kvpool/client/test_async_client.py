@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import select
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,7 +19,6 @@ from msgspec.structs import replace
 
 from pdserve.errors import PoolError, PoolRestarting
 from pdserve.kvpool.client.async_client import AsyncPoolClient
-from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
@@ -26,8 +26,6 @@ from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
 from tests.support.kvpool.door import UPGRADING, Door, Manner
 from tests.support.kvpool.faulty import key
-from tests.support.kvpool.faulty import put as put_pages
-from tests.support.kvpool.inproc import InprocConnector
 
 pytestmark = pytest.mark.timeout(60)
 MAX_WAITERS = 8
@@ -38,7 +36,7 @@ def door(tmp_path: Path) -> Iterator[Door]:
     [door] = doors_of(tmp_path, max_waiters=MAX_WAITERS)
     yield door
     door.close()
-    door.node.state.check()
+    door.node.check()
 
 
 @contextlib.contextmanager
@@ -53,10 +51,15 @@ def client_of(
 
 def put(door: Door, *numbers: int) -> None:
     """Commit pages in "ns", by the node's back door."""
-    config = PoolClientConfig(nodes=[PoolNodeRef(node=door.node.name, address=f"inproc:{door.node.name}")])
-    writer = PoolClient(config, "ns", {}, connector=InprocConnector([door.node]))
-    assert all(put_pages(writer, [key(n) for n in numbers]))
-    writer.close()
+    node, keys = door.node, [key(n) for n in numbers]
+    connection = node.connect("writer")
+    opened = node.call(connection, m.OpenNamespace(1, "ns", {}), math.inf)
+    assert isinstance(opened, m.Opened)
+    reserved = node.call(connection, m.Reserve(2, opened.namespace, keys, [4096]), math.inf)
+    assert isinstance(reserved, m.Reserved)
+    slots, sequences = zip(*((grant.slot, grant.sequence) for grant in reserved.grants), strict=True)
+    node.call(connection, m.Commit(3, list(slots), list(sequences), [1] * len(keys)), math.inf)
+    node.disconnect(connection)
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
@@ -281,7 +284,7 @@ class Rising(AsyncPoolClient):
     """A pool that brings up `at_once` pages between two questions, of those that it was asked for."""
 
     def __init__(self, in_tier: int, at_once: int) -> None:
-        super().__init__(PoolClientConfig(nodes=[PoolNodeRef(node="a", address="inproc:a")]), "ns", {})
+        super().__init__(PoolClientConfig(nodes=[PoolNodeRef(node="a", address="unix:/a")]), "ns", {})
         self.tier = dict.fromkeys([key(n) for n in range(in_tier)], "ssd")
         self.at_once = at_once
         self.asked: list[int] = []

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.clients import SOON_S, Blocking, config_of, doors_of, until
-from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
+from tests.support.kvpool.door import UPGRADING, DoorConnector, Manner
 from tests.support.kvpool.faulty import empty_page, holds, keys, page_of
 
 KEYS = keys(24)
@@ -54,7 +54,7 @@ class FaultyNodes(RuleBasedStateMachine):
             client.close()
         for door in self.doors:
             door.close()
-            door.node.state.check()
+            door.node.check()
         shutil.rmtree(self.directory)
 
     def owner(self, number: int) -> int:
@@ -169,12 +169,7 @@ class FaultyNodes(RuleBasedStateMachine):
     def nothing_is_held(self) -> None:
         for i, door in enumerate(getattr(self, "doors", [])):
             if i not in self.dead:
-                until(lambda door=door: held(door) == (0, 0, 0))  # type: ignore[misc]
-
-
-def held(door: Door) -> tuple[int, int, int]:
-    status = door.node.state.status(0, 0.0)
-    return status.pins, status.reserved_bytes, status.waiters
+                until(lambda door=door: door.node.held == (0, 0, 0))  # type: ignore[misc]
 
 
 TestClientsOfFaultyNodes = FaultyNodes.TestCase

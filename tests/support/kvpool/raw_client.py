@@ -13,7 +13,7 @@ import numpy as np
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.transports.base import Connection
-from tests.support.kvpool.pools import KIB, Pool
+from tests.support.kvpool.pools import KIB, ProcessPool
 
 R = TypeVar("R")
 
@@ -116,7 +116,7 @@ class Client:
 
 @contextmanager
 def client(
-    pool: Pool, name: str, *, layout: list[int] | None = None, checksum: bool = True
+    pool: ProcessPool, name: str, *, layout: list[int] | None = None, checksum: bool = True
 ) -> Iterator[Client]:
     connection = pool.connect(checksum=checksum)
     try:
