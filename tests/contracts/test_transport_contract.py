@@ -14,18 +14,8 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
 from pdserve.kvpool.transports.ucx_client import gathers
 from tests.support.kvpool.pools import KIB, ProcessPool
-from tests.support.kvpool.raw_client import (
-    LAYOUTS,
-    PAGE_BYTES,
-    Client,
-    _ids,
-    client,
-    eventually,
-    keys,
-    pages_of,
-    same,
-    soon,
-)
+from tests.support.kvpool.raw_client import LAYOUTS, PAGE_BYTES, Client, _ids, client, keys, pages_of, same
+from tests.support.waiting import soon, until
 
 pytestmark = pytest.mark.long
 
@@ -167,8 +157,8 @@ def test_a_page_whose_lease_ended_during_the_read_is_lost_and_never_wrong(
             writer.commit(granted, checksums)
             return writer.exists(names) == [0]
 
-        eventually(evicted, "the page outlived its lease")
-        eventually(lambda: reader_slot_reused(writer, pin), "the slot was not used again")
+        until(evicted, "the page outlived its lease")
+        until(lambda: reader_slot_reused(writer, pin), "the slot was not used again")
         target = pages_of(layout, 1)
         if transport in ("ucx", "tcp", "tcp-tls"):  # the node cancelled its send
             with pytest.raises(PoolUnavailable):
@@ -229,7 +219,7 @@ def test_what_a_lost_writer_reserved_is_reclaimed(pool: ProcessPool, name: str) 
         with client(pool, name) as dying:
             dying.connection.write_pages(dying.reserve(names), pages_of(dying.layout, 3, seed=16), soon())
             dying.pin(keys(1))
-        eventually(
+        until(
             lambda: other.status().reserved_bytes + other.status().quarantined_bytes == 0,
             "bytes of a lost writer stay reserved",
         )
@@ -246,7 +236,7 @@ def test_an_overdue_reservation_can_never_be_committed(make_pool: MakePool, name
         def free_again() -> bool:
             return [grant.status for grant in other.reserve(names)] == [m.GRANTED]
 
-        eventually(free_again, "the key stays busy after its reservation's lease")
+        until(free_again, "the key stays busy after its reservation's lease")
         try:
             slow.connection.write_pages(grants, pages_of(slow.layout, 1, seed=18), soon(2))
             assert slow.commit(grants, [1]) == [0]
@@ -270,7 +260,7 @@ def test_wait_wakes_when_the_last_page_is_committed(pool: ProcessPool, name: str
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(lambda: writer.status().waiters == 1, "the wait did not arrive")
+        until(lambda: writer.status().waiters == 1, "the wait did not arrive")
         writer.put(names[1:], pages[1:])
         thread.join(HANGS_S)
         assert masks == [b"\1\1"]
@@ -318,7 +308,7 @@ def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: Proces
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(lambda: c.status().waiters == 1, "the wait did not arrive")
+        until(lambda: c.status().waiters == 1, "the wait did not arrive")
         mortal_pool.kill()
         thread.join(HANGS_S)
         assert [type(error) for error in errors] == [PoolUnavailable]
@@ -341,6 +331,6 @@ def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: Proces
 
 def test_nothing_is_left_behind(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as c:
-        eventually(lambda: c.status().connections == 1, "connections of closed clients")
+        until(lambda: c.status().connections == 1, "connections of closed clients")
         status = c.status()
         assert (status.pins, status.waiters, status.reserved_bytes, status.quarantined_bytes) == (0, 0, 0, 0)

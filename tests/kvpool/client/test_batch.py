@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +17,8 @@ from pdserve.kvpool.client.batch import CHUNK_BYTES, COPIED_BYTES, Batch
 from pdserve.kvpool.client.deadline import LEAST_BYTES, Deadline, Speed
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import MAX_KEYS, MAX_PAGES
-from tests.support.kvpool.clients import until
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, get, keys, put
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(nodes=1) as pool:
-        yield pool
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.security.tokens import Secret
-from tests.support.kvpool.clients import SOON_S, until
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, get, key, keys, page_of, put
+from tests.support.waiting import SOON_S, until
 
 COUNT = 60
 

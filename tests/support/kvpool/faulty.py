@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,11 @@ import numpy as np
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from tests.support.kvpool.clients import config_of, doors_of, until
+from tests.support.kvpool.clients import config_of, doors_of
 from tests.support.kvpool.door import DoorConnector
+from tests.support.kvpool.node_model import KIB, key
+from tests.support.waiting import until
 
-KIB = 1024
 PAGE_BYTES = 6 * KIB
 SEGMENTS = (4 * KIB, 2 * KIB)
 
@@ -61,10 +61,6 @@ class Pool:
             if not node.stopped:
                 until(lambda node=node: node.held == (0, 0, 0))  # type: ignore[misc]
                 node.check()
-
-
-def key(n: int) -> bytes:
-    return hashlib.sha256(n.to_bytes(8, "little")).digest()
 
 
 def keys(count: int) -> list[bytes]:

@@ -12,20 +12,16 @@ import secrets
 import threading
 import time
 
-import msgspec
 import numpy as np
 
 from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.core.events import (
     Answer,
-    AssignSlab,
     CancelTransfers,
     Close,
-    CommitRows,
     Connected,
     Disconnected,
     Event,
-    FreeRows,
     Received,
     ReserveRows,
     SaveNamespaces,
@@ -43,7 +39,8 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.protocol.messages import Reply, Request
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
+from pdserve.kvpool.protocol.slot_table import TableLayout
+from tests.support.kvpool.table_model import Table
 
 
 class InprocNode:
@@ -59,7 +56,8 @@ class InprocNode:
         self.limits = limits
         # on a memory page, as tiers want it
         self.memory: Bytes1D = np.frombuffer(mmap.mmap(-1, layout.arena_bytes), dtype=np.uint8)
-        self.table = bytearray(layout.table_bytes)
+        self._table = Table(layout)
+        self.table = self._table.buffer
         self.paused = False
         self.stopped = False
         self._changed = threading.Condition()
@@ -100,10 +98,9 @@ class InprocNode:
         """Die without notice and come back on the same memory; every connection is broken."""
         self.close()
         with self._changed:
-            rows = self.layout.table_rows(self.table)
-            classes = self.layout.slab_class(self.table)
             self._start(self._namespaces.dump())
-            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
+            spaces = self._namespaces.numbers_of_spaces
+            contents = scan(self.layout, self._table.classes, self._table.rows, spaces)
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()
@@ -186,21 +183,15 @@ class InprocNode:
         self._changed.notify_all()
 
     def _perform(self, event: Event, now_s: float) -> None:
-        rows = RowWriter(self.table, self.layout)
-        for action in self.state.handle(event, now_s):
+        actions = self.state.handle(event, now_s)
+        self._table.follow(actions)
+        for action in actions:
             if isinstance(action, Answer):
                 if action.connection in self._replies:
                     self._replies[action.connection][getattr(action.message, "id", 0)] = action.message
             elif isinstance(action, ReserveRows):
-                rows.reserve(action.slots, action.space)
                 for start, end in action.wipe:
                     self.memory[start:end] = 0
-            elif isinstance(action, CommitRows):
-                rows.commit(*msgspec.structs.astuple(action))
-            elif isinstance(action, FreeRows):
-                rows.free(action.slots)
-            elif isinstance(action, AssignSlab):
-                self.layout.slab_class(self.table)[action.slab] = action.slot_bytes
             elif isinstance(action, Close):
                 self._replies.pop(action.connection, None)
             elif type(action) in self._acts:

@@ -16,15 +16,7 @@ from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.transports.base import Connection
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, open_namespace, put
-
-DEADLINE_S = 20.0
-
-
-def wait_for(what: Callable[[], bool], said: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {said}"
-        time.sleep(0.01)  # between looks
+from tests.support.waiting import SOON_S, until
 
 
 class Client(NamedTuple):
@@ -59,7 +51,7 @@ class Nodes:
             result = make()
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(SOON_S)
 
     def start(self, name: str, *, join: bool = True, **options: Any) -> PoolNode:
         sizes = {
@@ -78,7 +70,7 @@ class Nodes:
             self._serving[name] = asyncio.get_running_loop().create_task(node.serve())
 
         self.run(serve)
-        wait_for(lambda: (self.directory / f"{name}.sock").exists(), f"{name} listens")
+        until(lambda: (self.directory / f"{name}.sock").exists(), f"{name} listens")
         if join:
             self.tell()
         return node
@@ -105,7 +97,7 @@ class Nodes:
                 for node in self.nodes.values()
             )
 
-        wait_for(done, "all nodes have settled")
+        until(done, "all nodes have settled")
 
     def stop(self, name: str) -> None:
         self.run(self.nodes[name].stop)
@@ -116,7 +108,7 @@ class Nodes:
         serving = self._serving.pop(name)
 
         async def ended() -> None:
-            await asyncio.wait_for(serving, DEADLINE_S)
+            await asyncio.wait_for(serving, SOON_S)
 
         self.run(ended)
 
@@ -125,7 +117,7 @@ class Nodes:
             self.run(node.state.check)
             self.stop(name)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(DEADLINE_S)
+        self._thread.join(SOON_S)
 
     # --- looking
 

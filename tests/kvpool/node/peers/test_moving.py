@@ -21,9 +21,10 @@ from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import LEFT, Drain
 from pdserve.kvpool.tiers.base import PageMemory, PutResult, TierPage
 from pdserve.kvpool.tiers.ssd.tier import SegmentTier
-from tests.support.kvpool.moving_nodes import DEADLINE_S, Nodes, wait_for
+from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.nodes import keys as some_keys
 from tests.support.suite.extended import extended
+from tests.support.waiting import SOON_S, until
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     for begin in range(0, len(keys), 16):
         with nodes.client("n0") as client:
             client.put(keys[begin : begin + 16])
-        wait_for(lambda end=begin + 16: first.state.tiers.status()[0].counters["stored"] >= end, "stored")
+        until(lambda end=begin + 16: first.state.tiers.status()[0].counters["stored"] >= end, "stored")
     assert len(only_in_tiers(first)) > 200
     second = start("n1")
     nodes.settle()
@@ -92,7 +93,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     with nodes.client("n0") as client:
         assert client.connection.call(Drain(9), time.monotonic() + 5) == m.Done(9)
     nodes.settle()
-    wait_for(lambda: first.gossip.cluster.me.status == LEFT, "n0 has left")
+    until(lambda: first.gossip.cluster.me.status == LEFT, "n0 has left")
     nodes.stop("n0")
     check_all_there({second: len(keys)})
 
@@ -138,12 +139,12 @@ def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> N
         began_s = time.monotonic()
         second = nodes.start("n1")
         nodes.settle()
-        wait_for(lambda: second.state.store.index.namespace(1).gone["ttl"] == len(over), "they ended")
+        until(lambda: second.state.store.index.namespace(1).gone["ttl"] == len(over), "they ended")
         assert {key for key in moving if nodes.holders(key) == ["n1"]} == late
         facts, find = second.state.store.facts, second.state.store.find
         for key in late:
             lived_s = time.monotonic() - facts.committed_s[find(1, key)]
-            assert 1000.0 <= lived_s <= 1000.0 + 2 * (time.monotonic() - began_s) + DEADLINE_S
+            assert 1000.0 <= lived_s <= 1000.0 + 2 * (time.monotonic() - began_s) + SOON_S
     finally:
         nodes.close()
 
@@ -159,14 +160,14 @@ def test_an_owner_that_hangs_in_the_middle_costs_only_time(
     keys = some_keys(600, seed=5)
     fill(nodes, keys)
     stuck = nodes.start("n2")
-    wait_for(lambda: nodes.counters("n0")["pages_pushed"] > 20, "n0 pushes")
+    until(lambda: nodes.counters("n0")["pages_pushed"] > 20, "n0 pushes")
     nodes.run(lambda: setattr(stuck, "received", lambda connection, message: None))  # reads, never answers
 
     def given_up() -> bool:
         nodes.tell()
         return all(nodes.counters(name)["peers_given_up"] == 1 for name in ("n0", "n1"))
 
-    wait_for(given_up, "both give up on n2")
+    until(given_up, "both give up on n2")
     nodes.run(lambda: delattr(stuck, "received"))
     nodes.settle()
     for name, places in nodes.ring().split(keys).items():

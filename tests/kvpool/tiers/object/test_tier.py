@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -11,18 +11,17 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
-from tests.support.kvpool.object_server import Mode, ObjectServer, object_server
+from tests.support.kvpool.object_server import Mode, ObjectServer
 from tests.support.kvpool.object_tiers import (
-    BUCKET,
     CREDENTIALS,
     LENGTH,
     SEGMENT,
+    MakeNode,
     Node,
     moto_bucket,
 )
 from tests.support.kvpool.tier_tools import name
 
-MakeNode = Callable[..., Node]
 MISBEHAVING = [mode for mode in get_args(Mode) if mode not in ("well", "full", "empty")]
 
 
@@ -32,44 +31,7 @@ def moto() -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture
-def store() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
-    """Makes nodes of one pool, by name; their tiers are closed at the end."""
-    for variable, value in CREDENTIALS.items():
-        monkeypatch.setenv(variable, value)
-    made: list[Node] = []
-
-    def make(name: str, endpoint: str, **options: str | float) -> Node:
-        given = {"endpoint": endpoint, "region": "us-east-1", **options}
-        made.append(Node(tmp_path / name, f"s3://{BUCKET}/{tmp_path.name}", **given))
-        return made[-1]
-
-    yield make
-    for node in made:
-        if hasattr(node, "tier"):
-            node.tier.close()
-
-
 # --- several nodes, in a real S3 server
-
-
-def test_a_node_finds_what_others_stored_before_it_started_and_meanwhile(moto: str, nodes: MakeNode) -> None:
-    one, two = nodes("one", moto), nodes("two", moto)
-    assert one.open() == []
-    assert one.put(*range(30)) == [STORED] * 30
-    one.until_uploaded()
-    assert {found.length_bytes for found in two.open()} == {LENGTH}
-    assert two.read(*range(30)) == [LOADED] * 30
-    assert one.put(*range(30, 40)) == [STORED] * 10
-    one.until_uploaded()
-    two.until_found(*range(30, 40))
-    assert two.read(*range(30, 41)) == [LOADED] * 10 + [GONE]
 
 
 def test_a_segment_that_another_node_removed_is_a_miss_and_its_pages_are_reported_as_lost(
