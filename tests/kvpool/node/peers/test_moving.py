@@ -61,7 +61,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
 
     def only_in_tiers(node: PoolNode) -> list[bytes]:
         state = node.state
-        return nodes.run(lambda: [k for k in keys if state.tiers.has(1, k) and state.store.find(1, k) < 0])
+        return [k for k in keys if state.tiers.has(1, k) and state.store.find(1, k) < 0]
 
     def check_all_there(count_at: dict[PoolNode, int]) -> None:
         """Each page at its owner, byte for byte, and nowhere else, in memory or below."""
@@ -72,10 +72,8 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
                     assert client.get(mine[start : start + 8]) == mine[start : start + 8]
             node = nodes.nodes[name]
             assert len(mine) == count_at[node]
-            held = nodes.run(
-                lambda state=node.state: {*state.store.index.namespace(1).committed, *state.tiers.keys(1)}
-            )
-            assert held == set(mine)
+            state = node.state
+            assert {*state.store.index.namespace(1).committed, *state.tiers.keys(1)} == set(mine)
 
     keys = some_keys(400, seed=13)
     first = start("n0")
@@ -116,7 +114,7 @@ def test_a_node_with_little_memory_is_pushed_to_no_faster_than_its_tier_writes(
     second = nodes.start("n1", tiers=[tier], capacity_bytes=2 << 20)
     nodes.settle()
     assert nodes.counters("n0")["pages_pushed"] > 300
-    assert nodes.run(lambda: second.state.tiers.counters()["evicted_unwritten"]) == 0
+    assert second.state.tiers.counters()["evicted_unwritten"] == 0
 
 
 def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> N
             for key in moving:
                 store.facts.committed_s[store.find(1, key)] -= 7200.0 if key in over else 1000.0
 
-        nodes.run(age)
+        nodes.run("n0", age)
         began_s = time.monotonic()
         second = nodes.start("n1")
         nodes.settle()
@@ -161,14 +159,14 @@ def test_an_owner_that_hangs_in_the_middle_costs_only_time(
     fill(nodes, keys)
     stuck = nodes.start("n2")
     until(lambda: nodes.counters("n0")["pages_pushed"] > 20, "n0 pushes")
-    nodes.run(lambda: setattr(stuck, "received", lambda connection, message: None))  # reads, never answers
+    stuck.received = lambda connection, message: None  # type: ignore[method-assign]  # reads, never answers
 
     def given_up() -> bool:
         nodes.tell()
         return all(nodes.counters(name)["peers_given_up"] == 1 for name in ("n0", "n1"))
 
     until(given_up, "both give up on n2")
-    nodes.run(lambda: delattr(stuck, "received"))
+    del stuck.received
     nodes.settle()
     for name, places in nodes.ring().split(keys).items():
         mine = [keys[i] for i in places]
@@ -183,7 +181,7 @@ def test_a_damaged_page_does_not_move(nodes: Nodes) -> None:
     both = Ring([NodeAddress("n0", ""), NodeAddress("n1", "")])
     damaged = next(key for key in keys if both.owner(key).node == "n1")
     store = source.state.store
-    nodes.run(lambda: source.arena.memory.__setitem__(store.slots.offset(store.find(1, damaged)), 255))
+    source.arena.memory[store.slots.offset(store.find(1, damaged))] = 255
     nodes.start("n1")
     nodes.settle()
     assert nodes.holders(damaged) == []

@@ -72,7 +72,7 @@ def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_is_dropped_there(pool
         store = owner.state.store
         place = store.slots.offset(store.find(writer.namespace, wanted[0]))
         damaged = owner.arena.memory[place] ^ 1
-        pool.run(lambda: owner.arena.memory.__setitem__(place, damaged))
+        owner.arena.memory[place] = damaged
         assert client.get(wanted) == wanted[1:]
         assert pool.holders(wanted[0]) == []
         assert pool.counters("n0")["pages_fetched"] == len(wanted) - 1
@@ -115,7 +115,7 @@ def test_a_node_that_is_gone_costs_misses_of_its_pages_and_a_short_time(pool: No
     with pool.client("n0") as client:
         every = [key for own in wanted.values() for key in own]
         assert client.put(every) == every
-        pool.run(pool.nodes["n0"].fetcher.drop_links)
+        pool.run("n0", pool.nodes["n0"].fetcher.drop_links)
         kept = [key for key in every if "n0" in pool.holders(key)]
         assert kept == every  # replicas of what it wrote
         fresh = owned(pool, 60, seed=2)
