@@ -2,10 +2,12 @@
 
 | script | question |
 |---|---|
-| multiturn | how fast a server of OpenAI's API answers conversations: open loop, closed loop, or a trace |
-| compare | the same load on several servers that take turns (`contenders/*.toml`) |
+| compare | the same conversations on several servers that take turns (`contenders/*.toml`, or URLs) |
+| claude | turns as Claude Code holds them, with its changing line passed on and taken out |
+| coding | sessions of coding agents, made and sent by AIPerf |
+| spread | prefix groups over eight workers, with and without affinity and pool, by simulation |
+| soak | hours of turns under kills and upgrades: what hangs, is wrong, or grows |
 | ttft | where the time to the first token goes in a disaggregated cluster |
-| stall | how long the tokens of a stream wait while another conversation's pages move |
 | router | what a router adds and can take, beside other routers |
 | pool | how fast a pool node moves pages, beside a memory copy, `ucx_perftest` and Mooncake |
 | beside | what pages that move cost the steps of a scheduler, and steps the pages |

@@ -78,8 +78,8 @@ def main(
                 work = settings.directory / f"round-{number}-{name}"
                 trace = _trace(aiperf, work, sessions, longest, seed + number, shrink)
                 say(f"round {number + 1}: {name}")
-                with launched(name, settings) as url:
-                    report = _profile(aiperf, work, url, settings.model, trace, shrink, concurrency)
+                with launched(name, settings) as cluster:
+                    report = _profile(aiperf, work, cluster.url, settings.model, trace, shrink, concurrency)
                 found.append(Measured(contender=name, round=number, **figures_of(report)))
                 output.row(found[-1])
     output.show(table_of(found, f"{title}, {model.name}"))

@@ -1,5 +1,6 @@
 """The same conversations on several servers, which take turns: plain SGLang, SGLang with file storage or
-Mooncake, and pdserve. Contenders are cluster files in benchmarks/contenders, or others by their path.
+Mooncake, and pdserve. Contenders are cluster files in benchmarks/contenders, others by their path, or the
+URL of a server of OpenAI's API that runs already (its key: OPENAI_API_KEY).
 
 All are started on this machine, one after the other. In each round every load goes to each of them, and every
 round begins with another. Rounds have texts of their own, so their first turns find nothing cached. A
@@ -13,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -21,19 +23,22 @@ from msgspec.structs import replace
 
 from benchmarks.lib.cluster import (
     DEMO_MODEL,
+    Contender,
     ExtraArgs,
     ModelOption,
     PoolCapacityOption,
     launched,
     settings_of,
 )
-from benchmarks.lib.figures import Measured, Summary, outcome_of, summaries
-from benchmarks.lib.load import Load, Shape, make_load, shapes_of, total_tokens
+from benchmarks.lib.figures import Measured, Summary, Turn, by_turn, outcome_of, remarks, summaries
+from benchmarks.lib.load import PRESETS, Load, Shape, make_load, shapes_of, total_tokens
 from benchmarks.lib.picture import draw_turns
 from benchmarks.lib.report import (
     FormatOption,
     OutOption,
     Output,
+    Seed,
+    Silence,
     Table,
     choices,
     fail_with,
@@ -43,7 +48,7 @@ from benchmarks.lib.report import (
     times,
 )
 from benchmarks.lib.run import Say, Server, run_load
-from benchmarks.multiturn import LoadOption, Seed, Silence, remarks
+from pdserve.errors import ConfigError
 from tests.support.mooncake import is_installed
 from tests.support.processes import HarnessError
 
@@ -54,8 +59,14 @@ SHARES: Final[dict[Size, float]] = {"small": 0.3, "large": 1.1}
 WARM_UP_SEED: Final = 1 << 40
 SEEDS_OF_A_LOAD: Final = 1 << 32  # loads have texts of their own, as rounds have
 
-Launch = Callable[[str, Size], AbstractContextManager[str]]
-"""(contender, size of the device's cache) to the URL of its cluster."""
+Launch = Callable[[str, Size], AbstractContextManager[Contender]]
+"""(contender, size of the device's cache) to its cluster."""
+LoadOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--load", help=f"PRESET,scale=S,users=N,rounds=N, ...; several run in turn. {', '.join(PRESETS)}."
+    ),
+]
 
 
 def main(
@@ -79,6 +90,9 @@ def main(
         int, typer.Option(min=0, help="Closed loop: requests at a time; 0: each user's.")
     ] = 2,
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Open loop: requests per second.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="All processes of each contender before the last turn.")
+    ] = False,
     model: ModelOption = DEMO_MODEL,
     pool_capacity: PoolCapacityOption = "2GiB",
     silence: Silence = 300.0,
@@ -92,6 +106,8 @@ def main(
     usual = ["plain", "file", *(["mooncake"] if is_installed() else []), "agg", "disagg"]
     contenders, chosen = against.split(",") if against else usual, choices("sizes", sizes, tuple(SHARES))
     loads = shapes_of(load or ["eic,scale=0.1"])
+    if restart and rate:
+        raise ConfigError("--restart is for the closed loop: leave out --rate")
     tokens = {size: cache_tokens(list(loads.values()), SHARES[size], concurrency) for size in chosen}
     output = Output(
         format, load="; ".join(loads), model=model.name, seed=seed, against=contenders, device_tokens=tokens
@@ -115,6 +131,7 @@ def main(
             silence_s=silence,
             rate_s=rate,
             limit_s=60 * minutes,
+            restart=restart,
         )
     found = summaries(measured, contenders[0])
     for summary in found:
@@ -123,8 +140,12 @@ def main(
         at = f", {rate:g} requests/s" if rate else ""
         its = [one for one in found if one.load == title]
         output.show(summaries_table(its, f"{title}{at}, {model.name}"))
+        for size in chosen:
+            if turns := by_turn(measured, title, size):
+                output.show(turns_table(turns, f"{title}{at}, {model.name}, by turn, device cache {size}"))
     if plot is not None and measured:
-        draw_turns(measured, f"{measured[0].load}, {model.name}", plot)
+        title = measured[0].load
+        draw_turns(by_turn(measured, title, measured[0].size), f"{title}, {model.name}", plot, restart)
     fail_with(problems)
 
 
@@ -142,19 +163,25 @@ def compare(
     silence_s: float,
     rate_s: float | None = None,
     limit_s: float = 0.0,
+    restart: bool = False,
 ) -> list[str]:
     """Measure; `keep` gets each contender's run as it ends. Each size has its share of `limit_s` (0: no
     limit): after the first, no round of a load begins that would end later, if it takes as long as the one
-    before. A contender that does not start, or no longer answers, is left out. Returns what went wrong, a
-    line each.
+    before. `restart`: all processes of a contender, before the last turn. A contender that does not start, or
+    no longer answers, is left out. Returns what went wrong, a line each.
     """
     began_s, problems = time.monotonic(), list[str]()
-    servers: dict[str, Server] = {}
+    servers: dict[str, Contender] = {}
 
     def leave_out(contender: str, why: str) -> None:
         servers.pop(contender, None)
         problems.append(why)
         say(f"left out: {why}")
+
+    def restarted(name: str, before_turn: int, turns: int) -> None:
+        if turns == before_turn:
+            say(f"{name}: restarting")
+            servers[name].restart()
 
     def one_round(size: Size, number: int, title: str, load: Load) -> None:
         order = list(servers)
@@ -163,7 +190,12 @@ def compare(
             say(f"{size} device cache, round {number + 1}: {name}: {title}: {len(load.requests)} requests")
             which = f"{title}, {size}, {name}"
             try:
-                run = run_load(servers[name], load, say, concurrency=concurrency, lockstep=rate_s is None)
+                run = run_load(
+                    *(Server(servers[name].url, silence_s), load, say),
+                    concurrency=concurrency,
+                    lockstep=rate_s is None,
+                    between=partial(restarted, name, len(load.sessions[0]) - 1) if restart else None,
+                )
             except HarnessError as error:
                 leave_out(name, f"{which}: {error}")
                 continue
@@ -182,8 +214,8 @@ def compare(
             for name in contenders:
                 say(f"{size} device cache: starting {name}")
                 try:
-                    server = Server(stack.enter_context(launch(name, size)), silence_s=silence_s)
-                    warm_up(server, longest)
+                    server = stack.enter_context(launch(name, size))
+                    warm_up(Server(server.url, silence_s), longest)
                     servers[name] = server
                 except HarnessError as error:
                     leave_out(name, f"{name}, {size}: {error}")
@@ -236,6 +268,20 @@ def summaries_table(found: Sequence[Summary], title: str) -> Table:
         for one in found
     ]
     return Table(title, columns, rows, left=columns[:2])
+
+
+def turns_table(turns: Mapping[str, Sequence[Turn]], title: str) -> Table:
+    """A row for each turn: of each contender the first token and the cached share."""
+    columns = ("turn", *(f"{name}{what}" for name in turns for what in (", ms", ", cached")), "could be")
+    rows = [
+        (
+            str(number),
+            *(word for one in its for word in (ms(one.first_token_ms), _percent(one.cached_share))),
+            _percent(its[0].reusable_share),
+        )
+        for number, its in enumerate(zip(*turns.values(), strict=False), 1)
+    ]
+    return Table(title, columns, rows)
 
 
 def _percent(share: float | None) -> str:

@@ -7,15 +7,12 @@ each store, in an order that turns from round to round, a put of a batch under n
 that was put a while ago. Figures are medians over rounds, so whatever else the machine does hits all alike.
 Batches take turns among buffers and pages that are together larger than a CPU's cache.
 
-`--procs 1,4` measures instead so many processes at once, as the ranks of a worker.
-`--control` measures instead the round trip of the smallest control message, and a connect with its handshake.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import ssl
 import statistics
 import time
 from collections import deque
@@ -24,19 +21,17 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import typer
 
-from benchmarks import pool_process as r
 from benchmarks.lib.report import (
     FormatOption,
     Output,
     Table,
     choices,
-    numbers,
     page_sizes,
     script,
     size_name,
@@ -45,16 +40,15 @@ from benchmarks.lib.report import (
 from benchmarks.peers import PageStore, PoolStore, mooncake_store, ucx_perftest_gbps
 from benchmarks.plain_store import WAYS, plain_store
 from pdserve.errors import ConfigError
-from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.base import KEY_BYTES
-from pdserve.kvpool.protocol.messages import DataPathChoice, Done, Ping
+from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tls import TlsConfig
 from pdserve.sizes import parse_bytes
 from tests.support.certificates import Authority
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
-from tests.support.processes import Child, HarnessError, clients, free_ports
+from tests.support.processes import HarnessError
 
 BenchPath: TypeAlias = Literal["shm", "ucx", "tcp", "tcp-tls"]
 PATHS: Final[tuple[BenchPath, ...]] = ("shm", "ucx", "tcp", "tcp-tls")
@@ -65,11 +59,6 @@ MAX_SETS: Final = 128
 MIN_ROUNDS: Final = 5
 WARM_UP_ROUNDS: Final = 3
 SINGLE_GETS: Final = 1000
-PROCS_WARM_UP_ROUNDS: Final = 1
-CONTROL_ROUNDS: Final = 10
-CONNECTS: Final = 20  # in each round
-WITHIN_S: Final = 120.0
-POLL_S: Final = 0.001
 TIMEOUTS: Final = {"connect_timeout_s": 10.0, "get_timeout_s": 60.0, "put_timeout_s": 60.0}
 
 PageSets: TypeAlias = list[list[PageBuffers]]
@@ -104,12 +93,6 @@ def main(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure beside it, each given once: {', '.join(PEERS)}.")
     ] = None,
-    procs: Annotated[str, typer.Option(help="Instead: so many processes at once: 1,4.")] = "",
-    total: Annotated[str, typer.Option(help="With --procs: bytes of all their pages together.")] = "1GiB",
-    rounds: Annotated[int, typer.Option(min=1, help="With --procs: rounds; results are medians.")] = 3,
-    control: Annotated[
-        bool, typer.Option("--control", help="Instead: control messages and connects.")
-    ] = False,
     format: FormatOption = "text",
 ) -> None:
     sizes, capacity_bytes = page_sizes(pages), parse_bytes(capacity)
@@ -121,12 +104,7 @@ def main(
         Workload(name, word == "on", size, batch, seconds, capacity_bytes) for name, word, size in each
     ]
     output = Output(format)
-    if control:
-        _control(output, seconds)
-    elif procs:
-        _procs(output, workloads, numbers("procs", procs), parse_bytes(total), rounds)
-    else:
-        _speed(output, workloads, peers)
+    _speed(output, workloads, peers)
 
 
 @contextmanager
@@ -182,8 +160,10 @@ def _tls_table(tls: TlsConfig) -> dict[str, Any]:
 # --- one client: put and get
 
 
-class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of results. Rates in 10^9 bytes per second, medians."""
+class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of results. Rates in 10^9 bytes per second, medians; latencies of getting a single page.
+    `peers`: (get, put) of another store in the same rounds.
+    """
 
     path: str
     checksum: bool
@@ -195,37 +175,15 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     put_gbps: float
     get_over_memcpy: float
     put_over_memcpy: float
+    single_get_p50_us: float
+    single_get_p99_us: float
+    peers: dict[str, tuple[float, float]] = {}
 
     @property
     def cells(self) -> Sequence[str]:
         what = (self.path, ON_OFF[not self.checksum], size_name(self.page_bytes))
         rates = (self.memcpy_gbps, self.get_gbps, self.put_gbps, self.get_over_memcpy, self.put_over_memcpy)
         return (*what, *(f"{rate:.2f}" for rate in rates))
-
-
-MOVED: Final = ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy")
-
-
-def _moved(workload: Workload, rounds: int, memcpy: float, get: float, put: float) -> dict[str, Any]:
-    return {
-        **{name: getattr(workload, name) for name in ("path", "checksum", "page_bytes", "batch_pages")},
-        "rounds": rounds,
-        "memcpy_gbps": round(memcpy, 3),
-        "get_gbps": round(get, 3),
-        "put_gbps": round(put, 3),
-        "get_over_memcpy": round(get / memcpy, 3),
-        "put_over_memcpy": round(put / memcpy, 3),
-    }
-
-
-class PoolFigures(Moved, frozen=True, kw_only=True):
-    """Of one client. Latencies of getting a single page. `peers`: (get, put) of another store in the same
-    rounds.
-    """
-
-    single_get_p50_us: float
-    single_get_p99_us: float
-    peers: dict[str, tuple[float, float]] = {}
 
 
 def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) -> None:
@@ -244,8 +202,9 @@ def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) 
                 rows.append(measure(PoolStore(client), workload, stores | ways))
             output.row(rows[-1])
     lines = [(*row.cells, f"{row.single_get_p50_us:.0f}", f"{row.single_get_p99_us:.0f}") for row in rows]
-    columns = (*MOVED, "get one, p50 µs", "p99")
-    output.show(Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=MOVED[:2]))
+    what = ("path", "sum", "page")
+    columns = (*what, "copy", "get", "put", "get/copy", "put/copy", "get one, p50 µs", "p99")
+    output.show(Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=what))
     beside_it = [
         (
             *(*row.cells[:3], peer, f"{get:.2f}", f"{put:.2f}"),
@@ -255,7 +214,7 @@ def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) 
         for peer, (get, put) in row.peers.items()
     ]
     if beside_it:
-        names = ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put")
+        names = (*what, "peer", "get", "put", "pool get", "pool put")
         title = "Beside it in the same rounds, GB/s, and the pool over it"
         output.show(Table(title, names, beside_it, left=names[:4]))
 
@@ -316,9 +275,18 @@ def measure(pool: PageStore, workload: Workload, peers: Mapping[str, PageStore] 
             for keys in contender.stored:
                 contender.store.forget(keys)
     size = workload.batch_bytes
-    rounds = len(ours.get_s) - WARM_UP_ROUNDS
+    memcpy, (get, put) = _gbps(copy_s, size), ours.gbps(size)
     return PoolFigures(
-        **_moved(workload, rounds, _gbps(copy_s, size), *ours.gbps(size)),
+        path=workload.path,
+        checksum=workload.checksum,
+        page_bytes=workload.page_bytes,
+        batch_pages=workload.batch_pages,
+        rounds=len(ours.get_s) - WARM_UP_ROUNDS,
+        memcpy_gbps=round(memcpy, 3),
+        get_gbps=round(get, 3),
+        put_gbps=round(put, 3),
+        get_over_memcpy=round(get / memcpy, 3),
+        put_over_memcpy=round(put / memcpy, 3),
         single_get_p50_us=round(singles[len(singles) // 2] * 1e6, 1),
         single_get_p99_us=round(singles[len(singles) * 99 // 100] * 1e6, 1),
         peers={
@@ -363,182 +331,6 @@ def _verify(keys: list[bytes], pages: list[PageBuffers], pattern: Bytes1D, *, wh
 def _copy(pages: list[PageBuffers], targets: list[PageBuffers]) -> None:
     for page, target in zip(pages, targets, strict=True):
         np.copyto(target[0], page[0])
-
-
-# --- control messages
-
-
-def _control(output: Output, seconds: float) -> None:
-    with workplace() as directory:
-        rows = list(round_trips(seconds, directory))
-    for row in rows:
-        output.row(row)
-    columns = ("path", "messages", "p50 µs", "p99 µs", "over TCP", "connects", "connect µs")
-    lines = [
-        (
-            *(row.path, f"{row.messages:,}", f"{row.p50_us:.0f}", f"{row.p99_us:.0f}"),
-            *(f"{row.over_tcp:.2f} ×", str(row.connects), f"{row.connect_p50_us:.0f}"),
-        )
-        for row in rows
-    ]
-    output.show(Table("A control message and back", columns, lines, left=("path",)))
-
-
-class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):
-    """One way. `over_tcp`: its median over that of TCP without TLS."""
-
-    path: str
-    messages: int
-    p50_us: float
-    p99_us: float
-    over_tcp: float
-    connects: int
-    connect_p50_us: float
-
-
-class _Way(NamedTuple):
-    address: str
-    tls: ssl.SSLContext | None
-    messages_s: list[float]
-    connects_s: list[float]
-
-
-def round_trips(seconds: float, directory: Path) -> Iterator[RoundTrip]:
-    """Each way for about so many seconds. Raises HarnessError."""
-    tls = Authority(directory).host("127.0.0.1")
-    plain_port, tls_port = free_ports(2)
-    settings = {"capacity_bytes": 64 << 20, "keep": False}
-    with (
-        pool_of(1, _made(directory / "plain"), settings, [plain_port]) as (plain,),
-        pool_of(1, _made(directory / "tls"), {**settings, **_tls_table(tls)}, [tls_port]),
-    ):
-        context = Certificates(TlsConfig(ca=tls.ca)).client_context
-        ways = {
-            "unix": _Way(plain.address, None, [], []),
-            "tcp": _Way(f"tcp:127.0.0.1:{plain_port}", None, [], []),
-            "tcp-tls": _Way(f"tcp:127.0.0.1:{tls_port}", context, [], []),
-        }
-        for _ in range(CONTROL_ROUNDS):
-            for way in ways.values():
-                _measure_way(way, seconds / CONTROL_ROUNDS)
-    by_tcp = statistics.median(ways["tcp"].messages_s)
-    for path, way in ways.items():
-        p50, p99 = (float(np.percentile(way.messages_s, share)) for share in (50, 99))
-        yield RoundTrip(
-            path=path,
-            messages=len(way.messages_s),
-            p50_us=round(p50 * 1e6, 1),
-            p99_us=round(p99 * 1e6, 1),
-            over_tcp=round(p50 / by_tcp, 3),
-            connects=len(way.connects_s),
-            connect_p50_us=round(statistics.median(way.connects_s) * 1e6, 1),
-        )
-
-
-def _measure_way(way: _Way, seconds: float) -> None:
-    """One round."""
-    for _ in range(CONNECTS):
-        began_s = time.perf_counter()
-        client = NodeClient(way.address, tls=way.tls)
-        way.connects_s.append(time.perf_counter() - began_s)
-        client.close()
-    with closing(NodeClient(way.address, tls=way.tls)) as client:
-        until_s = time.perf_counter() + seconds
-        while not way.messages_s or time.perf_counter() < until_s:
-            began_s = time.perf_counter()
-            client.ask(Ping, Done)
-            way.messages_s.append(time.perf_counter() - began_s)
-
-
-# --- several processes at once, as the ranks of a worker
-
-
-class ProcsFigures(Moved, frozen=True, kw_only=True):
-    """Of so many processes at once, in sum over them."""
-
-    total_bytes: int
-    procs: int
-
-
-def _procs(
-    output: Output, workloads: Sequence[Workload], counts: Sequence[int], total: int, rounds: int
-) -> None:
-    lines = []
-    with bench_node(workloads) as connect:
-        for workload, count in itertools.product(workloads, counts):
-            with connect(workload.path, workload.checksum) as client:
-                row = measure_procs(client, workload, count, total, rounds)
-            output.row(row)
-            lines.append((str(count), *row.cells))
-    columns = ("processes", *MOVED)
-    output.show(Table("Processes at once, GB/s in sum", columns, lines, left=MOVED[:2]))
-
-
-def measure_procs(
-    client: PoolClient, workload: Workload, procs: int, total_bytes: int, rounds: int
-) -> ProcsFigures:
-    """`total_bytes`: of all pages. Raises HarnessError, also where a page was not moved."""
-    pages = total_bytes // workload.page_bytes // procs // workload.batch_pages * workload.batch_pages
-    if not pages:
-        raise HarnessError(
-            f"{procs} processes have no batch of {workload.batch_pages} pages each in {total_bytes} bytes"
-        )
-    with workplace() as directory:
-        board = r.new_rows(directory / "board", 1 + procs)
-        configs = [
-            r.ProcessConfig(
-                name=f"process{rank}",
-                client=client.config,
-                board=str(directory / "board"),
-                row=1 + rank,
-                page_bytes=workload.page_bytes,
-                batch_pages=workload.batch_pages,
-                pages=pages,
-            )
-            for rank in range(procs)
-        ]
-        with clients(configs, directory, r.__name__) as running:
-            times_s = _rounds(client, board, running, rounds)
-    moved = pages * procs * workload.page_bytes
-    copy, put, get = (moved / statistics.median(times_s[what]) / 1e9 for what in r.WORKS)
-    return ProcsFigures(**_moved(workload, rounds, copy, get, put), total_bytes=moved, procs=procs)
-
-
-def _rounds(
-    client: PoolClient, board: r.Rows, running: dict[str, Child], rounds: int
-) -> dict[r.Work, list[float]]:
-    """How long each work took in each round."""
-    times_s: dict[r.Work, list[float]] = {what: [] for what in r.WORKS}
-    _await(board, running, 1)  # they are ready
-    number = 1
-    for turn in range(PROCS_WARM_UP_ROUNDS + rounds):
-        client.clear()
-        for place, what in enumerate(r.WORKS):
-            number += 1
-            board[0, r.WORK] = place
-            board[0, r.NUMBER] = number
-            _await(board, running, number)
-            if missed := int(board[1:, r.MISSED].sum()):
-                raise HarnessError(
-                    f"{what}: {missed} pages were not moved; the pool's capacity may be too small"
-                )
-            if turn >= PROCS_WARM_UP_ROUNDS:
-                began_ns, ended_ns = board[1:, r.BEGAN_NS].min(), board[1:, r.ENDED_NS].max()
-                times_s[what].append(float(ended_ns - began_ns) / 1e9)
-    return times_s
-
-
-def _await(board: r.Rows, running: dict[str, Child], number: int) -> None:
-    """Wait until all processes have done the work of this number."""
-    deadline = time.monotonic() + WITHIN_S
-    while (board[1:, r.NUMBER] < number).any():
-        for name, child in running.items():
-            if not child.runs:
-                last = child.log().strip().splitlines()[-1:] or ["it said nothing"]
-                raise HarnessError(f"{name} died: {last[0]}")
-        if time.monotonic() > deadline:
-            raise HarnessError(f"the processes did not move their pages within {WITHIN_S:.0f} s")
-        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,18 @@ from benchmarks.lib.cluster import (
     settings_of,
 )
 from benchmarks.lib.load import Record, Shape, make_load
-from benchmarks.lib.report import FormatOption, OutOption, Output, Table, fail_with, say, script
+from benchmarks.lib.report import (
+    FormatOption,
+    OutOption,
+    Output,
+    Seed,
+    Silence,
+    Table,
+    fail_with,
+    say,
+    script,
+)
 from benchmarks.lib.run import Server, run_load
-from benchmarks.multiturn import Seed, Silence
 from pdserve.router.metrics.names import PARTS as ROUTER_PARTS
 from pdserve.router.request.reports import parse_timing
 from tests.support.processes import HarnessError
@@ -112,8 +121,8 @@ def main(
 
 def measure(shape: Shape, seed: int, settings: Settings, silence_s: float) -> tuple[list[Sample], list[str]]:
     """A sample for each request that was answered, and what went wrong with others. Raises HarnessError."""
-    with launched("disagg", settings) as url:
-        server = Server(url, silence_s=silence_s)
+    with launched("disagg", settings) as cluster:
+        server = Server(cluster.url, silence_s=silence_s)
         warm_up(server, shape)
         workers = _Workers(settings.directory / "disagg")
         run = run_load(server, make_load(shape, seed), say, concurrency=1, lockstep=True, watch=workers.note)

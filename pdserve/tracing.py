@@ -30,14 +30,10 @@ PASSED_ON = (b"traceparent", b"tracestate")
 class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Traces of requests for an OpenTelemetry collector. Needs `pip install 'pdserve[otel]'`."""
 
-    endpoint: Annotated[
-        str,
-        Meta(description="OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty: no traces."),
-    ] = ""
-    sample_ratio: Annotated[
-        float,
-        Meta(ge=0, le=1, description="Share of traced requests among those without `traceparent`."),
-    ] = 1.0
+    endpoint: str = ""
+    """OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty: no traces."""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of traced requests among those without `traceparent`."""
 
 
 class Trace:

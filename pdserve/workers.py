@@ -38,6 +38,7 @@ def routes_of(worker: Worker) -> WorkerRoutes:
     from pdserve.decode.keeping import Keeping
     from pdserve.decode.lookup import Lookup
     from pdserve.decode.pull_ahead import PullAhead
+    from pdserve.decode.session_pages import SessionPages
     from pdserve.decode.settle import WriteBack
     from pdserve.engine.commits import Commits
     from pdserve.prefill.missed_pages import MissedPages
@@ -45,8 +46,15 @@ def routes_of(worker: Worker) -> WorkerRoutes:
 
     config, engine, pool, names = worker.config, worker.engine, worker.pool, worker.names
     missed, commits = MissedPages(pool, worker.metrics), Commits(pool, config.commit_timeout_s)
-    keeping = Keeping(pool)
-    write_back = WriteBack(commits, missed, names=names, timeout_s=config.commit_timeout_s, keeping=keeping)
+    sessions = SessionPages(names)
+    write_back = WriteBack(
+        commits,
+        missed,
+        names=names,
+        timeout_s=config.commit_timeout_s,
+        keeping=Keeping(pool),
+        sessions=sessions,
+    )
     prefill = Prefill(
         engine,
         names=names,
@@ -58,7 +66,7 @@ def routes_of(worker: Worker) -> WorkerRoutes:
     pull_ahead = PullAhead(engine, pool, names=names, step_tokens=config.pull_step_tokens)
     lookup = Lookup(engine, pool, names=names)
     hints = Hints(engine, pool, lookup, names=names)
-    routes = (prefill, write_back, pull_ahead, lookup, hints, Erase(engine, pool, lookup))
+    routes = (prefill, write_back, pull_ahead, lookup, hints, Erase(engine, pool, lookup, sessions))
     return WorkerRoutes([one.router() for one in routes], write_back.follow, write_back.unsettled)
 
 

@@ -1,18 +1,19 @@
 """One streamed request to a server of OpenAI's API, timed.
 
-Times are of `time.monotonic()`. The first token is the first event that carries any of the answer; a chat's
-opening event, which names the role only, does not. What goes wrong becomes the record's `error`, a kind in
-few words, and `detail`, what the server or the system said; nothing is raised.
+Times are of `time.monotonic()`. The first token is the first event that carries any of the answer. What goes
+wrong becomes the record's `error`, a kind in few words, and `detail`, what the server or the system said;
+nothing is raised.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import httpx
 import msgspec
@@ -20,8 +21,7 @@ import msgspec
 from benchmarks.lib.load import Cached
 from tests.support.processes import HarnessError
 
-Api = Literal["completions", "chat"]
-PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PATH: Final = "/v1/completions"
 CONNECT_TIMEOUT_S: Final = 5.0
 END_TIMEOUT_S: Final = 1.0  # from an answer's last word to its end, which servers send together
 MAX_DETAIL: Final = 200  # characters of an error's text that are kept
@@ -51,15 +51,8 @@ class Response:
     detail: str = ""
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[Any] | None = None
-
-
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -84,15 +77,10 @@ class _Extension(msgspec.Struct):
     cached_tokens_details: _Places | None = None
 
 
-class _DynamoExtension(msgspec.Struct):
-    completion_token_ids: list[int] | None = None
-
-
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     sglext: _Extension | None = None
-    nvext: _DynamoExtension | None = None
     error: Any = None
 
 
@@ -111,10 +99,11 @@ _event_decoder: Final = msgspec.json.Decoder(_Event)
 class ServerClient:
     """Connections to one server. Close it with `aclose`."""
 
-    def __init__(self, url: str, *, api_key: str = "", api: Api = "completions", silence_s: float) -> None:
-        """`silence_s`: how long a server may say nothing, before the first token or after it. Raises
-        HarnessError for what is no URL.
+    def __init__(self, url: str, silence_s: float) -> None:
+        """`silence_s`: how long a server may say nothing, before the first token or after it. The API key is
+        that of OPENAI_API_KEY. Raises HarnessError for what is no URL.
         """
+        api_key = os.environ.get("OPENAI_API_KEY", "")
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
         timeout = httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S, pool=None)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -124,7 +113,6 @@ class ServerClient:
             )
         except httpx.InvalidURL as error:
             raise HarnessError(f"{url}: {error}; a server's URL is of the form http://HOST:PORT") from None
-        self._path = PATHS[api]
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -148,7 +136,7 @@ class ServerClient:
         try:
             async with self._http.stream(
                 "POST",
-                self._path,
+                PATH,
                 content=content,
                 headers={"content-type": "application/json", **headers},
             ) as answer:
@@ -206,18 +194,16 @@ async def _listen(answer: httpx.Response, response: Response) -> None:
         if event.error is not None:
             response.error, response.detail = "error in the stream", _shortened(_message(event.error))
             break
-        if any(map(_carries, event.choices)):
-            if response.first_s is None:
-                response.first_s = now_s
-            else:
-                response.gaps_s.append(now_s - last_s)
+        if response.first_s is None:
+            if any(map(_begins, event.choices)):
+                response.first_s = last_s = now_s
+        elif any(map(_carries, event.choices)):
+            response.gaps_s.append(now_s - last_s)
             last_s = now_s
         for choice in event.choices:
-            said.append(choice.text or (choice.delta.content if choice.delta else None) or "")
+            said.append(choice.text or "")
             response.token_ids += choice.token_ids or ()
             response.finish = choice.finish_reason or response.finish
-        if event.nvext is not None:
-            response.token_ids += event.nvext.completion_token_ids or ()
         _note(event, response)
     response.text = "".join(said)
     if response.error:
@@ -252,14 +238,16 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield b"an event without end"
 
 
+def _begins(choice: _Choice) -> bool:
+    """Whether it has the first of an answer: of one token, it may be the last event too, without a text."""
+    return _carries(choice) or choice.finish_reason == "length"
+
+
 def _carries(choice: _Choice) -> bool:
-    """Whether it has any of the answer. A completion's event has a token even where its text is empty: the
-    beginning of a character.
+    """Whether it has any of the answer. An event has a token even where its text is empty: the beginning of a
+    character.
     """
-    if choice.delta is None:
-        starts = choice.text is not None and choice.finish_reason is None
-        return bool(choice.text or choice.token_ids) or starts
-    return bool(choice.delta.content or choice.delta.reasoning_content or choice.delta.tool_calls)
+    return bool(choice.text or choice.token_ids) or (choice.text is not None and choice.finish_reason is None)
 
 
 def _note(event: _Event, response: Response) -> None:

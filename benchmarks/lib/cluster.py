@@ -135,11 +135,55 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
+class Contender:
+    """A server that runs. `url`: where to send requests."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def restart(self) -> None:
+        """Raises HarnessError."""
+        raise HarnessError(f"{self.url} was not started here, so it is not restarted")
+
+
+class Cluster(Contender):
+    """Processes that were started here."""
+
+    def __init__(self, name: str, own: Mapping[str, Any], command: Sequence[str], log: Path) -> None:
+        super().__init__(own["url"])
+        self._own = own
+        self._up = Child(name, command, log)
+
+    def start(self) -> None:
+        """Raises HarnessError where it does not serve in time."""
+        environment = {**os.environ, **self._own.get("env", {})}
+        self._up.spawn(stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+        reaper().watch(self._up.pid)  # ends the cluster should this process be killed
+        with httpx.Client(trust_env=False, timeout=5.0) as http:
+            self._up.await_true(lambda: _ready(http, self._own["ready"]), START_TIMEOUT_S, 0.2, LAST_LINES)
+        if self._own.get("kill_pool"):
+            _kill_pool(self._up.pid)
+
+    def stop(self) -> None:
+        """As an operator would; the reaper ends what that leaves when this process ends."""
+        process = self._up.process
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+            reaper().forget(process.pid)
+
+    def restart(self) -> None:
+        """All its processes; what it keeps on disk and in shared memory stays. Raises HarnessError."""
+        self.stop()
+        self.start()
+
+
 @contextmanager
-def launched(name: str, settings: Settings) -> Iterator[str]:
-    """A contender, ready, until the block ends; the URL to send requests to. Raises HarnessError,
-    ConfigError.
-    """
+def launched(name: str, settings: Settings) -> Iterator[Contender]:
+    """A contender by its name, file or URL, ready, until the block ends. Raises HarnessError, ConfigError."""
+    if name.startswith(("http://", "https://")):
+        yield Contender(name)
+        return
     router_port, worker_port = free_ports(2)
     stem = Path(name).stem
     directory = settings.directory / stem
@@ -159,15 +203,10 @@ def launched(name: str, settings: Settings) -> Iterator[str]:
         command = own.get("command") or [sys.executable, "-m", "pdserve", "up", str(file)]
         if not Path(command[0]).exists():
             raise HarnessError(f"{name}: {command[0]} is not installed")
-        up = Child(name, command, directory / "up.log")
-        up.spawn(stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **own.get("env", {})})
-        reaper().watch(up.pid)  # ends the cluster should this process be killed
-        cleaning.callback(_stop, up.process)
-        with httpx.Client(trust_env=False, timeout=5.0) as http:
-            up.await_true(lambda: _ready(http, own["ready"]), START_TIMEOUT_S, 0.2, LAST_LINES)
-        if own.get("kill_pool"):
-            _kill_pool(up.pid)
-        yield own["url"]
+        cluster = Cluster(name, own, command, directory / "up.log")
+        cleaning.callback(cluster.stop)
+        cluster.start()
+        yield cluster
 
 
 def _ready(http: httpx.Client, url: str) -> bool:
@@ -183,11 +222,3 @@ def _kill_pool(up: int) -> None:
         node.kill()
     if not nodes or psutil.wait_procs(nodes, STOP_TIMEOUT_S)[1]:
         raise HarnessError("the pool node could not be killed")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As an operator would; the reaper ends what that leaves when this process ends."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-        reaper().forget(process.pid)

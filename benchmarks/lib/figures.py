@@ -12,7 +12,7 @@ differ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Final
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.lib.load import Cached, Record, Run
 
+OTHERS: Final = 0.1  # of a core: beyond, the machine was not the benchmark's alone
 CPU_BOUND: Final = 0.8  # of a core: beyond, the client measures itself
 DELAY_SHARE: Final = 0.05  # of the median first-token time that the client itself may add, at p99
 DELAY_FLOOR_S: Final = 0.005
@@ -72,6 +73,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_details: dict[str, str]
     late_requests: int
     client_cpu: float
+    others_cpu: float = 0.0
     client_delay_p99_ms: float
     warnings: list[str]
 
@@ -99,6 +101,7 @@ def outcome_of(run: Run) -> Outcome:
         first_details=details,
         late_requests=sum(record.due_s > record.planned_s + 1e-3 for record in records),
         client_cpu=round(run.client_cpu, 3),
+        others_cpu=round(run.others_cpu, 3),
         client_delay_p99_ms=round(delay_s * 1e3, 3),
         warnings=list(_warnings(run, whole, delay_s)),
     )
@@ -152,6 +155,8 @@ def _warnings(run: Run, whole: Figures, delay_s: float) -> list[str]:
     median_s = (whole.first_token_ms.p50 or 0.0) / 1e3
     if run.client_cpu > CPU_BOUND:
         found.append(f"this client kept {run.client_cpu:.0%} of a core busy: it may be what is measured")
+    if run.others_cpu > OTHERS:
+        found.append(f"other processes took {run.others_cpu:.0%} of a core meanwhile")
     if delay_s > max(DELAY_FLOOR_S, DELAY_SHARE * median_s):
         found.append(
             f"this client was late itself, by {delay_s * 1e3:.0f} ms at p99 (first token: median "
@@ -161,6 +166,21 @@ def _warnings(run: Run, whole: Figures, delay_s: float) -> list[str]:
     if short:
         found.append(f"{short} answers were shorter than asked for, or came without usage: others did more")
     return found
+
+
+def remarks(outcome: Outcome) -> Iterator[str]:
+    """What to know besides, a line each."""
+    for kind, count in outcome.errors.items():
+        detail = outcome.first_details.get(kind, "")
+        yield f"failed, {kind}: {count}" + (f" (the first: {detail})" if detail else "")
+    if outcome.late_requests:
+        yield f"{outcome.late_requests} requests were due before their session's last answer; that counts"
+    yield (
+        f"client: {outcome.client_cpu:.0%} of a core, late by {outcome.client_delay_p99_ms:.1f} ms at p99; "
+        f"whole run {outcome.wall_s:.1f} s"
+    )
+    for warning in outcome.warnings:
+        yield f"WARNING: {warning}"
 
 
 # --- contenders over rounds
@@ -174,6 +194,33 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     contender: str
     round: int
     outcome: Outcome
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a contender: medians over the rounds. None: nothing was answered."""
+
+    first_token_ms: float | None
+    cached_share: float | None
+    reusable_share: float | None
+
+
+def by_turn(measured: Sequence[Measured], load: str, size: str) -> dict[str, list[Turn]]:
+    """The turns of each contender at one load with one size of the device's cache."""
+    rounds: dict[str, list[Sequence[Figures]]] = {}
+    for one in measured:
+        if (one.load, one.size) == (load, size):
+            rounds.setdefault(one.contender, []).append(one.outcome.turns)
+    return {
+        name: [
+            Turn(
+                first_token_ms=_median(one.first_token_ms.p50 for one in its),
+                cached_share=_median((one.cached_share for one in its), 4),
+                reusable_share=_median((one.reusable_share for one in its), 4),
+            )
+            for its in zip(*all_turns, strict=False)
+        ]
+        for name, all_turns in rounds.items()
+    }
 
 
 RATIOS: Final = ("first_turn_ms", "later_turns_ms", "all_turns_ms", "prompt_tokens_s")

@@ -18,7 +18,7 @@ second turns in another, and so on, at exponential gaps whose mean is exactly 1 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,9 +29,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 
-BLOCK_TOKENS: Final = 512  # of a request trace
 SHARED_SOURCE: Final = 0  # the system prompt of all users
-_TRACE_SOURCES: Final = 1 << 32  # blocks of a trace: far from the sources of sessions
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -167,32 +165,6 @@ def total_tokens(load: Load) -> int:
     return sum(session[-1].prompt_tokens + session[-1].output_tokens for session in load.sessions)
 
 
-def replay_load(
-    requests: Iterable[tuple[float, int, int, Sequence[int]]], *, scale: float, speed: float, seed: int
-) -> Load:
-    """The requests of a trace: (seconds, input length, output length, ids of blocks of 512 tokens), lengths
-    times `scale`, time divided by `speed`. Each is a session of its own: a trace repeats history by its
-    blocks.
-    """
-    block = _scaled(BLOCK_TOKENS, scale)
-    seen: set[int] = set()
-    sessions = []
-    for number, (at_s, input_length, output_length, blocks) in enumerate(requests):
-        left, spans, reusable, known = _scaled(input_length, scale), [], 0, True
-        for id_ in blocks:
-            if left <= 0:
-                break
-            spans.append(Span(_TRACE_SOURCES + id_, min(block, left)))
-            known = known and id_ in seen
-            reusable += spans[-1].length if known else 0
-            left -= block
-        seen.update(blocks)
-        prompt = sum(span.length for span in spans)
-        output = max(1, _scaled(output_length, scale))
-        sessions.append((Request(number, 1, at_s / speed, tuple(spans), output, prompt, reusable),))
-    return Load(tuple(sessions), False, seed)
-
-
 def _lengths(shape: Shape, rng: np.random.Generator) -> list[list[tuple[int, int]]]:
     """(new tokens, answer) by user and round."""
     factors = rng.uniform(1 - shape.spread, 1 + shape.spread, (shape.users, shape.rounds, 2))
@@ -275,7 +247,7 @@ _ANSWERS: Final = 1 << 48  # sources of made-up answers
 
 class Session:
     """One session's conversation, its prompts token ids. An answer's ids are those the server says
-    (`return_token_ids`; `nvext` is how Dynamo is asked), made up where it says none.
+    (`return_token_ids`), made up where it says none.
     """
 
     def __init__(self, seed: int, keeps_history: bool) -> None:
@@ -288,8 +260,7 @@ class Session:
             self._ids = []
         for span in request.spans:
             self._ids += ids_of(self._seed, span)
-        said = {"extra_fields": ["completion_token_ids"]}
-        return {"prompt": self._ids, "return_token_ids": True, "nvext": said}
+        return {"prompt": self._ids, "return_token_ids": True}
 
     def receive(self, request: Request, said: Sequence[int]) -> None:
         """The answer's ids; without any, one of the planned length is made up, so that the load stays what it
@@ -350,14 +321,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """`began_at_s`: by `time.time()`; `client_cpu`: of a core; `lags_s`: how late the client's event loop
-    came to what was due.
+    """`client_cpu`, and `others_cpu` of processes that the benchmark has not started: of a core; `lags_s`:
+    how late the client's event loop came to what was due.
     """
 
     model: str
     records: list[Record]
     wall_s: float
-    began_at_s: float = 0.0
     client_cpu: float
+    others_cpu: float = 0.0
     lags_s: list[float]
-    open_loop: bool

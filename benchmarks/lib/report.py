@@ -32,12 +32,13 @@ FormatOption: TypeAlias = Annotated[
 OutOption: TypeAlias = Annotated[
     Path | None, typer.Option("--out", help="Keep logs, configuration and records in this directory.")
 ]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Seed of lengths, texts and arrivals.")]
+Silence: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Longest silence of a server, in seconds.")]
 PACKAGES: Final = (
     *("sglang", "torch", "ucxx-cu13", "numpy", "mooncake-transfer-engine-non-cuda"),
     *("sglang-router", "smg", "vllm-router"),
 )
 UNCOUNTED: Final = (":/", ":(top,exclude)benchmarks/results", ":(top,exclude)README.md", ":(top,exclude)docs")
-KEY_OPTION: Final = "--api-key"
 
 T = TypeVar("T", bound=str)
 
@@ -179,7 +180,7 @@ def ms(value: float | None) -> str:
 def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Date, commit, machine, load, command and versions."""
     name = Path(sys.argv[0]).with_suffix("").as_posix().rpartition("benchmarks/")[2].removesuffix("/__main__")
-    command = ["python", "-m", f"benchmarks.{name}", *without_keys(sys.argv[1:])]
+    command = ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": _commit(),
@@ -194,15 +195,6 @@ def in_words(origin: Mapping[str, Any]) -> str:
     """An origin for people, in a line."""
     commit, date = origin["commit"] or "unknown", origin["date"][:10]
     return f"`{origin['command']}` (commit {commit}, {date}, {origin['machine']})"
-
-
-def without_keys(words: Sequence[str]) -> list[str]:
-    """A command line as it may be kept: API keys are blanked."""
-    shown = [f"{KEY_OPTION}=..." if word.startswith(f"{KEY_OPTION}=") else word for word in words]
-    for number, word in enumerate(words[:-1]):
-        if word == KEY_OPTION:
-            shown[number + 1] = "..."
-    return shown
 
 
 def _machine() -> str:

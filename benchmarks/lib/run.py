@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+
+import psutil
 
 from benchmarks.lib.client import ServerClient, asked
 from benchmarks.lib.load import Load, Record, Request, Run, Session
@@ -20,11 +23,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Server:
-    """What to load: a base URL. `model`: empty takes the first one served."""
+    """What to load: a base URL. The model is the first one served."""
 
     url: str
-    model: str = ""
-    api_key: str = ""
     silence_s: float = 120.0
 
 
@@ -37,13 +38,26 @@ def run_load(
     lockstep: bool = False,
     tag: str = "",
     watch: Callable[[Record], None] | None = None,
+    between: Callable[[int], None] | None = None,
 ) -> Run:
     """Send it all, in the closed loop at most `concurrency` requests at a time (0: all users at once), with
     `lockstep` each round once the one before is answered. `tag` tells the sessions of several runs apart;
-    `watch` sees each record as it comes.
+    `watch` sees each record as it comes. In lockstep `between` is called in a thread before each round but
+    the first, with how many there were; its time counts for nothing.
     Raises HarnessError where the server cannot be reached, or has too short a context.
     """
-    return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch).run())
+    return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch, between).run())
+
+
+def others_cpu_s() -> float:
+    """Processor time of this machine that neither this process nor what it has started used."""
+    busy, own = psutil.cpu_times(), 0.0
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            own += times.user + times.system + times.children_user + times.children_system
+    return float(busy.user + busy.nice + busy.system + busy.irq + busy.softirq) - own
 
 
 class _Loading:
@@ -58,6 +72,7 @@ class _Loading:
         lockstep: bool,
         tag: str,
         watch: Callable[[Record], None] | None,
+        between: Callable[[int], None] | None,
     ) -> None:
         self._server = server
         self._load = load
@@ -66,18 +81,16 @@ class _Loading:
         self._lockstep = lockstep
         self._tag = tag or str(load.seed)
         self._watch = watch
+        self._between = between
         self._records: list[Record] = []
         self._running = 0
         self._lags_s: list[float] = []
 
     async def run(self) -> Run:
         server = self._server
-        self._client = ServerClient(
-            server.url.rstrip("/"), api_key=server.api_key, silence_s=server.silence_s
-        )
+        self._client = ServerClient(server.url.rstrip("/"), server.silence_s)
         try:
             self._model, context = await self._client.model()
-            self._model = server.model or self._model
             if context is not None and self._load.longest_tokens > context:
                 raise HarnessError(
                     f"the longest prompt with its answer has {self._load.longest_tokens:,} tokens, the "
@@ -91,11 +104,15 @@ class _Loading:
         watching = [asyncio.create_task(self._progress()), asyncio.create_task(self._watch_lag())]
         load = self._load
         sessions = [Session(load.seed, load.keeps_history) for _ in load.sessions]
-        began_at_s, cpu_s = time.time(), time.process_time()
+        cpu_s, others_s = time.process_time(), others_cpu_s()
         self._began_s = time.monotonic()
         try:
             if self._lockstep:
                 for round_ in range(max(map(len, self._load.sessions))):
+                    if round_ and self._between is not None:
+                        paused_s = time.monotonic()
+                        await asyncio.to_thread(self._between, round_)
+                        self._began_s += time.monotonic() - paused_s
                     due = [
                         (session, requests[round_])
                         for session, requests in zip(sessions, self._load.sessions, strict=True)
@@ -118,9 +135,8 @@ class _Loading:
             records=records,
             wall_s=wall_s,
             client_cpu=(time.process_time() - cpu_s) / wall_s,
+            others_cpu=max(0.0, others_cpu_s() - others_s) / wall_s,
             lags_s=self._lags_s,
-            began_at_s=began_at_s,
-            open_loop=any(request.at_s is not None for request in self._load.requests),
         )
 
     async def _session(self, session: Session, requests: tuple[Request, ...]) -> None:

@@ -21,7 +21,6 @@ from pdserve.router.placement.prefix_index import BLOCK_ENDS, Prefix
 
 BLOCK_TOKENS: Final = 512
 """Tokens that one of a trace's `hash_ids` stands for."""
-POLICY = "cache_aware"
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -76,6 +75,24 @@ def turning(seed: int, requests: int, rate_s: float) -> list[Request]:
         count = -(-prompt // BLOCK_TOKENS)
         found.append(make_request(at_s, prompt, answer, tuple(range(next_block, next_block + count))))
         next_block += count
+    return found
+
+
+def groups(seed: int, requests: int, rate_s: float, count: int, prefix_tokens: int) -> list[Request]:
+    """Prompts in `count` groups, drawn alike: those of a group begin with the same `prefix_tokens`, and go on
+    by themselves for 600 to 1,800 tokens; answers have 100 to 300. Poisson arrivals.
+    """
+    draw, at_s = random.Random(f"groups {seed}"), 0.0
+    shared = -(-prefix_tokens // BLOCK_TOKENS)
+    next_block, found = count * shared, []
+    for _ in range(requests):
+        at_s -= math.log(1.0 - draw.random()) / rate_s
+        first = draw.randrange(count) * shared
+        own = round(draw.uniform(600, 1800))
+        more = -(-own // BLOCK_TOKENS)
+        blocks = (*range(first, first + shared), *range(next_block, next_block + more))
+        found.append(make_request(at_s, shared * BLOCK_TOKENS + own, round(draw.uniform(100, 300)), blocks))
+        next_block += more
     return found
 
 
@@ -139,6 +156,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """In the pool; None: no bound."""
     min_prefill_tokens: int = 0
     """0: the sizes differ by where prompts are computed, so all prompts have the prefill stage."""
+    policy: str = "cache_aware"
+    """Of the placement, for prompts and answers."""
     seed: int = 1
 
     def router(self, size: Size) -> RouterConfig:
@@ -163,8 +182,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             base,
             **urls,
             min_prefill_tokens=self.min_prefill_tokens,
-            prefill_policy=POLICY,
-            decode_policy=POLICY,
+            prefill_policy=self.policy,
+            decode_policy=self.policy,
             placement=msgspec.structs.replace(base.placement, **placement),
             slo=self.level,
         )

@@ -1,7 +1,7 @@
 """A load, served by simulated workers that the router's own placement chooses. Pure: no clock, no chance but
 the seed's.
 
-The fleet, the placer with its policies and its beliefs, and the counts of load (`Claim`) are those of the
+The fleet, the placer with its policies and its beliefs, and the counts of load are those of the
 router. What workers have cached is the simulation's own, so the router can be wrong about it. Answers' tokens
 are in no block of a trace, so a next turn computes them again.
 """
@@ -28,7 +28,6 @@ from pdserve.router.placement.elastic import Load, wanted
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.placement.prefix_index import Cached
-from pdserve.router.proxy.parts import Claim
 from pdserve.router.sessions.table import SessionEntry
 
 PARTS: Final = 4
@@ -132,8 +131,8 @@ class Job(msgspec.Struct):
     request: Request
     facts: RequestFacts
     plan: Plan
-    claim: Claim
-    prefill: Claim | None = None
+    queued_tokens: int = 0
+    """Of its prompt, those that wait at the answering worker."""
     cached_tokens: int = 0
     own_tokens: int = 0
     """Of these, those that the computing worker had itself."""
@@ -161,9 +160,12 @@ class Simulation:
         self._load, self._size, self._setting = load, size, setting
         self._config = config
         self._fleet = Fleet.from_config(config)
+        has_pool = setting.pool_blocks != 0
         for worker in self._fleet.workers:
             self._fleet.on_info(worker, WorkerInfo(worker.role, MODEL))
-            self._fleet.on_load(worker, WorkerLoad(max_running_requests=setting.max_running), pool_up=True)
+            self._fleet.on_load(
+                worker, WorkerLoad(max_running_requests=setting.max_running), pool_up=has_pool
+            )
             self._fleet.on_probe_ready(worker)
         self._placer = Placer(config, self._fleet)
         self._sites = {
@@ -225,10 +227,10 @@ class Simulation:
             prefix=request.prefix,
         )
         plan = self._placer.plan(facts, self._fleet.snapshot(MODEL, now_s), None, now_s)
-        claim = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
-        job = Job(number, request, facts, plan, claim)
+        job = Job(number, request, facts, plan, 0 if plan.prefill else plan.uncached_tokens)
+        self._fleet.on_selected(plan.decode, now_s, job.queued_tokens)
         if plan.prefill is not None:
-            job.prefill = Claim(self._fleet, plan.prefill, now_s, plan.uncached_tokens, prefills=True)
+            self._fleet.on_selected(plan.prefill, now_s, plan.uncached_tokens, 1)
         found = self._cached(plan.prefill or plan.decode)
         job.own_tokens, job.cached_tokens = int(found.device), int(found.total)
         job.anywhere_tokens = max(int(self._cached(worker).total) for worker in self._fleet.workers)
@@ -237,17 +239,17 @@ class Simulation:
     def _compute(self, job: Job) -> None:
         """What the pool has of the prompt is read: the rest is computed."""
         uncached = max(1, job.request.prompt_tokens - job.cached_tokens)
-        if job.prefill is None:
+        if job.plan.prefill is None:
             self._answer(job, uncached)
             return
-        site = self._sites[job.prefill.worker.id]
+        site = self._sites[job.plan.prefill.id]
         self._look(site)
         site.engine.submit(job, self._compute_s(uncached), -1)
         self._await(site)
 
     def _answer(self, job: Job, tokens: int) -> None:
         """The answering worker computes `tokens` of the prompt, then the answer."""
-        site = self._sites[job.claim.worker.id]
+        site = self._sites[job.plan.decode.id]
         self._look(site)
         site.engine.submit(job, self._compute_s(tokens), job.request.output_tokens - 1)
         self._await(site)
@@ -265,20 +267,21 @@ class Simulation:
         request, now_s, rates = job.request, self._now_s, self._setting.rates
         site.cache.add(request.blocks)
         self._pool.add(request.blocks)
-        if job.prefill is None or site.worker is not job.prefill.worker:
-            job.claim.on_computed()
+        if site.worker is not job.plan.prefill:
+            self._fleet.on_queued(site.worker, -job.queued_tokens)
+            job.queued_tokens = 0
             job.first_s = now_s
             job.turn = self._placer.on_answering(job.facts, job.plan, site.worker, str(job.number), now_s)
             return
-        job.prefill.release()
+        self._fleet.on_released(site.worker, job.plan.uncached_tokens, 1)
         self._placer.on_prefilled(job.facts, site.worker, 1, 0, now_s)
-        there = self._sites[job.claim.worker.id].cache.found(request.blocks) * BLOCK_TOKENS
+        there = self._sites[job.plan.decode.id].cache.found(request.blocks) * BLOCK_TOKENS
         moved_ms = max(0, request.prompt_tokens - there) * rates.pool_ms_per_token
         self._at(now_s + (rates.hop_ms + moved_ms) / 1e3, "hand-over", job)
 
     def _on_answered(self, job: Job, site: _Site) -> None:
         request, now_s = job.request, self._now_s
-        job.claim.release()
+        self._fleet.on_released(site.worker)
         self._placer.on_answered(job.facts, job.turn, request.output_tokens, now_s)
         more = request.output_tokens - 1
         self._served[job.number] = Served(

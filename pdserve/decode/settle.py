@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from pdserve.decode.keeping import Keeping
+from pdserve.decode.session_pages import SessionPages, are_named
 from pdserve.engine.commits import Commits
 from pdserve.engine.contract.endpoints import PREFILL
 from pdserve.engine.http.request import HttpRequest
@@ -86,14 +87,17 @@ class WriteBack:
         timeout_s: float,
         limit: int = MAX_FOLLOWED,
         keeping: Keeping | None = None,
+        sessions: SessionPages | None = None,
     ) -> None:
         self._keeping = keeping
+        self._sessions = sessions or SessionPages(names)
         self._commits = commits
         self._missed = missed
         self._names = names
         self._timeout_s = timeout_s
         self._limit = limit
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        self._prefills: set[asyncio.Task[None]] = set()
 
     def router(self) -> APIRouter:
         """The FastAPI router with the route."""
@@ -116,7 +120,12 @@ class WriteBack:
 
         A prefill is not followed: `/pd/prefill` waits for its pages and counts missed tokens itself.
         """
+        self._sessions.begin(request)
         if request.path == PREFILL:
+            if request.session:
+                task = asyncio.create_task(self._prefilled(request))
+                self._prefills.add(task)
+                task.add_done_callback(self._prefills.discard)
             return
         earlier = self._followed.pop(request.request_id, None)
         if earlier is not None:
@@ -125,7 +134,7 @@ class WriteBack:
             _, oldest = self._followed.popitem(last=False)
             oldest.task.cancel()
         followed = self._followed[request.request_id] = _Followed(request)
-        followed.task = asyncio.create_task(self._committed(followed))
+        followed.task = asyncio.create_task(self._followed_to_its_end(followed))
 
     async def settled(self, request_id: str, timeout_s: float) -> Settlement:
         """Wait, at most `timeout_s`, until every full page of the request is committed."""
@@ -150,20 +159,37 @@ class WriteBack:
 
     async def close(self) -> None:
         """Stop following; the pages are written all the same."""
-        tasks = [followed.task for followed in self._followed.values()]
+        tasks = [*self._prefills, *(followed.task for followed in self._followed.values())]
         self._followed.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _committed(self, followed: _Followed) -> _Pages:
-        await followed.request.answered.wait()
-        if followed.request.side_writes:
-            await asyncio.wait(followed.request.side_writes, timeout=self._timeout_s)
-        pages = await self._names.of_conversations(followed.request)
-        followed.request.requests.clear()
-        if not pages:
-            return _Pages(0, 0)
+    async def _prefilled(self, request: HttpRequest) -> None:
+        """Whatever becomes of a prefill, its pages may be stored."""
+        made = None
+        try:
+            await request.answered.wait()
+            if await are_named(request):
+                made = request.pages or await self._names.of_prompts(request)
+        finally:
+            self._sessions.end(request, made)
+
+    async def _followed_to_its_end(self, followed: _Followed) -> _Pages:
+        request, made = followed.request, None
+        try:
+            await request.answered.wait()
+            if request.side_writes:
+                await asyncio.wait(request.side_writes, timeout=self._timeout_s)
+            is_named = bool(request.session) and await are_named(request)
+            pages = await self._names.of_conversations(request)
+            made = pages if is_named else None
+            request.requests.clear()
+            return await self._committed(followed, pages) if pages else _Pages(0, 0)
+        finally:
+            self._sessions.end(request, made)
+
+    async def _committed(self, followed: _Followed, pages: RequestPages) -> _Pages:
         followed.pages = pages
         missed = asyncio.create_task(self._missed.count(followed.request, pages))
         try:

@@ -16,29 +16,22 @@ WORKERS = "workers"
 class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where etcd is. Keys are under `/pdserve/<cluster>/`."""
 
-    endpoints: Annotated[
-        list[str], Meta(description="etcd's client URLs, e.g. `http://10.0.0.1:2379`; tried in order.")
-    ] = []
-    username: Annotated[str, Meta(description="User name in etcd, if etcd requires one.")] = ""
-    password: Annotated[Secret, Meta(description="The user's password; also from PDSERVE_ETCD_PASSWORD.")] = (
-        Secret("")
-    )
-    ca_file: Annotated[
-        str, Meta(description="CA certificates that verify https endpoints; empty: the system's.")
-    ] = ""
-    certificate_file: Annotated[
-        str, Meta(description="Our certificate, for an etcd that asks clients for one; empty: none.")
-    ] = ""
-    key_file: Annotated[str, Meta(description="The key of certificate_file; empty: in the same file.")] = ""
+    endpoints: list[str] = []
+    """etcd's client URLs, e.g. `http://10.0.0.1:2379`; tried in order."""
+    username: str = ""
+    """User name in etcd, if etcd requires one."""
+    password: Secret = Secret("")
+    """The user's password; also from PDSERVE_ETCD_PASSWORD."""
+    ca_file: str = ""
+    """CA certificates that verify https endpoints; empty: the system's."""
+    certificate_file: str = ""
+    """Our certificate, for an etcd that asks clients for one; empty: none."""
+    key_file: str = ""
+    """The key of certificate_file; empty: in the same file."""
 
 
 class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where workers and routers meet; without endpoints they do not."""
 
-    cluster: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-            description="Name of the group of workers: routers find the workers with the same name.",
-        ),
-    ] = "pool"
+    cluster: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "pool"
+    """Name of the group of workers: routers find the workers with the same name."""

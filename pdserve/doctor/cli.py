@@ -221,7 +221,7 @@ def _running(plan: Plan, router: str, ca_file: Path | None) -> Target:
     url = f"{'https' if own else 'http'}://{f'[{host}]' if ':' in host else host}:{written.port}"
     return Target(
         router_url=router or url,
-        workers=(*written.prefill, *written.decode, *written.agg, *written.elastic),
+        workers=written.listed,
         pool=tuple(
             one.ready.address
             for one in plan.processes

@@ -122,7 +122,7 @@ def router(config: RouterConfig) -> Iterator[Finding]:
     if admin.port is not None and not is_loopback(admin.host) and not admin.tls.as_server:
         says = f"{who}: the admin API listens at {admin.host}, in plain HTTP: its key can be read"
         yield _warn(says, "set admin.tls.certificate and key, or admin.host to 127.0.0.1")
-    plain = [url for url in (*config.prefill, *config.decode, *config.agg, *config.elastic) if _is_plain(url)]
+    plain = [url for url in config.listed if _is_plain(url)]
     if plain:
         says = f"{who}: prompts and the cluster token go to {plain[0]} without encryption"
         yield _warn(says, "use https:// URLs, or a network that nobody else can read")

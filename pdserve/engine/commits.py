@@ -41,20 +41,24 @@ class Commits:
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         return allowed_s if self._arrive else min(allowed_s, MOMENT_S)
 
-    async def wait(self, pages: RequestPages, found: Collection[bytes] = (), *, is_cut: bool = False) -> None:
-        """Until the ends of the pages are committed, at most `timeout_s`; `is_cut`: at most `limit_s`.
+    async def wait(self, pages: RequestPages, found: Collection[bytes] = (), *, is_cut: bool = False) -> bool:
+        """Until the ends of the pages are committed, at most `timeout_s`; `is_cut`: at most `limit_s`. True:
+        all are.
 
         `found`: ends that SGLang may have had in its own cache. It stores a page once. One that it found is
         in the pool or a moment away; if not, the pool has lost it and nobody stores it again here.
         """
         computed = [key for key in pages.ends() if key not in found]
+        there: list[bool] = []
         if computed:
             limit_s = self.limit_s() if is_cut else self._timeout_s
-            self._arrive = pages.arrived(await self._pool.wait(computed, limit_s, pages.tenant))
+            there = await self._pool.wait(computed, limit_s, pages.tenant)
+            self._arrive = pages.arrived(there)
             if not self._arrive and limit_s < self._timeout_s and (self._late is None or self._late.done()):
                 self._late = asyncio.create_task(self._follow(pages, computed))
         if found:
-            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s), pages.tenant)
+            there += await self._pool.wait([*found], min(MOMENT_S, self._timeout_s), pages.tenant)
+        return all(there)
 
     async def _follow(self, pages: RequestPages, computed: list[bytes]) -> None:
         if pages.arrived(await self._pool.wait(computed, self._timeout_s, pages.tenant)):

@@ -39,26 +39,16 @@ HOST_ENV: Final = "SGLANG_HOST_IP"
 class DirectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGLang's own transfer between workers (`handoff = "direct"`)."""
 
-    transfer: Annotated[
-        Literal["mooncake", "nixl"],
-        Meta(description="The library that moves KV between workers; on CPU only mooncake works, over TCP."),
-    ] = "mooncake"
-    bootstrap_port: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=65535,
-            description="Port of a prefill worker, on its host address, at which decode workers learn where "
-            "its ranks are. It takes no token.",
-        ),
-    ] = 8998
-    trusted_network: Annotated[
-        bool,
-        Meta(
-            description="All who reach this host are trusted: the ports of the transfer take no token, and "
-            "let whoever reaches them read and write the worker's KV memory."
-        ),
-    ] = False
+    transfer: Literal["mooncake", "nixl"] = "mooncake"
+    """The library that moves KV between workers; on CPU only mooncake works, over TCP."""
+    bootstrap_port: Annotated[int, Meta(ge=1, le=65535)] = 8998
+    """Port of a prefill worker, on its host address, at which decode workers learn where its ranks are. It
+    takes no token.
+    """
+    trusted_network: bool = False
+    """All who reach this host are trusted: the ports of the transfer take no token, and let whoever reaches
+    them read and write the worker's KV memory.
+    """
 
 
 def check_direct(config: DirectConfig, role: Role, device: Device, *, host_memory: str) -> None:

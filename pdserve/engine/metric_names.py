@@ -48,6 +48,14 @@ METRICS: Final = (
         PREFIX,
     ),
     Definition(
+        "fetch_steps",
+        "histogram",
+        ("outcome",),
+        "Requests for whose pages the pool was asked: the scheduler's steps after the one that they came "
+        "with, until they were admitted, on each rank. hit: with pages of the pool; miss: with none.",
+        PREFIX,
+    ),
+    Definition(
         "fetches_declined",
         "counter",
         ("reason",),

@@ -52,88 +52,57 @@ logger = logging.getLogger(__name__)
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prefill, decode or aggregated worker."""
 
-    engine: Annotated[EngineConfig, Meta(description="SGLang.")]
-    storage: Annotated[
-        Literal["pool", "file", "mooncake", "none"],
-        Meta(
-            description="Storage of pages outside this worker. file, mooncake: SGLang's own backends, "
-            "configured by their environment variables; none: plain SGLang."
-        ),
-    ] = "pool"
-    pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
-    handoff: Annotated[
-        Literal["pool", "direct"],
-        Meta(
-            description="How a prompt's KV gets from prefill to decode workers. pool: its pages go through "
-            "the pool; direct: SGLang sends it itself, and the pool is for reuse."
-        ),
-    ] = "pool"
+    engine: EngineConfig
+    """SGLang."""
+    storage: Literal["pool", "file", "mooncake", "none"] = "pool"
+    """Storage of pages outside this worker. file, mooncake: SGLang's own backends, configured by their
+    environment variables; none: plain SGLang.
+    """
+    pool: PoolClientConfig = PoolClientConfig()
+    """The KV page pool."""
+    handoff: Literal["pool", "direct"] = "pool"
+    """How a prompt's KV gets from prefill to decode workers. pool: its pages go through the pool; direct:
+    SGLang sends it itself, and the pool is for reuse.
+    """
     direct: DirectConfig = DirectConfig()
-    exact_turns: Annotated[ExactTurnsConfig, Meta(description="Earlier answers in a chat's prompt.")] = (
-        ExactTurnsConfig()
-    )
-    commit_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest wait until a request's pages are committed in the pool.")
-    ] = 10.0
-    pull_step_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="The pages of a long prompt are pulled in steps of this many tokens while it is "
-            "prefilled; see the router's pull_ahead_tokens.",
-        ),
-    ] = 2048
-    etcd: Annotated[
-        WorkerEtcdConfig, Meta(description="Where the worker registers, for routers to find it.")
-    ] = WorkerEtcdConfig()
-    advertise: Annotated[
-        str, Meta(description="URL of this worker for routers; empty: engine's host and port.")
-    ] = ""
-    stop_grace_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Time to finish running requests and to publish pages after SIGTERM. A second "
-            "signal ends the worker at once.",
-        ),
-    ] = 30.0
-    stop_notice_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Part of stop_grace_s in which routers learn that the worker stops; set it longer "
-            "than their probe.interval_s.",
-        ),
-    ] = 3.0
-    cluster_token: Annotated[
-        Secret,
-        Meta(
-            description="Token required on every route except health and metrics; also from "
-            "PDSERVE_CLUSTER_TOKEN. Without one the worker starts only with `insecure`."
-        ),
-    ] = Secret("")
-    metrics_token: Annotated[
-        Secret,
-        Meta(
-            description="Token that `/metrics` asks for; also from PDSERVE_METRICS_TOKEN. cluster_token does "
-            "too. Empty: none is needed."
-        ),
-    ] = Secret("")
-    insecure: Annotated[
-        bool,
-        Meta(
-            description="Start without cluster_token: everyone who reaches the port may generate, and every "
-            "user of this host may control SGLang."
-        ),
-    ] = False
-    tls: Annotated[
-        TlsConfig,
-        Meta(
-            description="Certificates of the HTTP port. With `certificate` it speaks TLS; with `client_ca` "
-            "only to routers with a certificate. `ca` is of no use here, see `pool.tls`."
-        ),
-    ] = TlsConfig()
-    tracing: Annotated[Tracing, Meta(description="Traces for an OpenTelemetry collector.")] = Tracing()
+    exact_turns: ExactTurnsConfig = ExactTurnsConfig()
+    """Earlier answers in a chat's prompt."""
+    commit_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Longest wait until a request's pages are committed in the pool."""
+    pull_step_tokens: Annotated[int, Meta(ge=1)] = 2048
+    """The pages of a long prompt are pulled in steps of this many tokens while it is prefilled; see the
+    router's pull_ahead_tokens.
+    """
+    etcd: WorkerEtcdConfig = WorkerEtcdConfig()
+    """Where the worker registers, for routers to find it."""
+    advertise: str = ""
+    """URL of this worker for routers; empty: engine's host and port."""
+    stop_grace_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Time to finish running requests and to publish pages after SIGTERM. A second signal ends the worker at
+    once.
+    """
+    stop_notice_s: Annotated[float, Meta(ge=0)] = 3.0
+    """Part of stop_grace_s in which routers learn that the worker stops; set it longer than their
+    probe.interval_s.
+    """
+    cluster_token: Secret = Secret("")
+    """Token required on every route except health and metrics; also from PDSERVE_CLUSTER_TOKEN. Without one
+    the worker starts only with `insecure`.
+    """
+    metrics_token: Secret = Secret("")
+    """Token that `/metrics` asks for; also from PDSERVE_METRICS_TOKEN. cluster_token does too. Empty: none is
+    needed.
+    """
+    insecure: bool = False
+    """Start without cluster_token: everyone who reaches the port may generate, and every user of this host
+    may control SGLang.
+    """
+    tls: TlsConfig = TlsConfig()
+    """Certificates of the HTTP port. With `certificate` it speaks TLS; with `client_ca` only to routers with
+    a certificate. `ca` is of no use here, see `pool.tls`.
+    """
+    tracing: Tracing = Tracing()
+    """Traces for an OpenTelemetry collector."""
 
 
 @dataclass(frozen=True)

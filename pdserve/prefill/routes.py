@@ -86,12 +86,13 @@ class Prefill:
         record = current_request()
         assert record is not None, "this route is tracked"
         # the decode worker has the KV of a direct hand-off by now, and waits for no page
-        pages = self._names.none() if is_direct else await self._names.of_prompts(record)
+        pages = record.pages = self._names.none() if is_direct else await self._names.of_prompts(record)
         prompt_tokens = {made.rid: len(made.input_ids or ()) for made in record.requests.values()}
         found = pages.ends_found(prompt_tokens, outcome.cached_tokens)
+        is_new = not any(outcome.cached_tokens.values())
         with timed("publish", pages=len(pages)):
             published, misses = await asyncio.gather(
-                self._unless_left(record, self._published(pages, found)),
+                self._unless_left(record, self._published(pages, found, is_new=is_new)),
                 self._missed.why(pages, prompt_tokens, outcome.cached_tokens, started_s),
             )
         publish_s = time.monotonic() - computed_s
@@ -116,10 +117,12 @@ class Prefill:
             "turns": f"{record.turns_taken:x}",
         }
 
-    async def _published(self, pages: RequestPages, found: list[bytes]) -> int:
-        """Wait for the commit of the prompts' last pages; how many pages are committed then."""
-        await self._commits.wait(pages, found, is_cut=True)
-        return await self._commits.count(pages)
+    async def _published(self, pages: RequestPages, found: list[bytes], *, is_new: bool = False) -> int:
+        """Wait for the commit of the prompts' last pages; how many pages are committed then. `is_new`: none
+        was cached here. Then the pool has them all where it has the last ones, which were stored last.
+        """
+        has_all = await self._commits.wait(pages, found, is_cut=True)
+        return len(pages) if has_all and is_new else await self._commits.count(pages)
 
     async def _unless_left(self, record: HttpRequest, published: Coroutine[None, None, int]) -> int:
         """The outcome, or 0 as soon as the client has left."""

@@ -43,17 +43,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """GPUs of one kind in a description file."""
 
-    memory: Annotated[int | str, Meta(description="Memory of each, in bytes or like `80GiB`.")]
+    memory: int | str
+    """Memory of each, in bytes or like `80GiB`."""
     name: str = "GPU"
     count: Annotated[int, Meta(ge=1)] = 1
-    numa_nodes: Annotated[list[int], Meta(description="NUMA node of each; empty: not known.")] = []
+    numa_nodes: list[int] = []
+    """NUMA node of each; empty: not known."""
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A machine that is described, in TOML."""
 
     memory: int | str
-    shm: Annotated[int | str | None, Meta(description="Size of /dev/shm; none: half the memory.")] = None
+    shm: int | str | None = None
+    """Size of /dev/shm; none: half the memory."""
     gpus: list[GpuKind] = []
 
 

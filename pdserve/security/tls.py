@@ -20,10 +20,9 @@ import ssl
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
-from msgspec import Meta
 
 from pdserve.errors import ConfigError
 
@@ -36,18 +35,14 @@ _OPEN_TO_OTHERS: Final = 0o007
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files of certificates, in PEM (`launch/make_certs.sh` makes some). They are read again when changed."""
 
-    certificate: Annotated[
-        Path | None, Meta(description="Certificate of this process, followed by those that vouch for it.")
-    ] = None
-    key: Annotated[Path | None, Meta(description="Private key of the certificate.")] = None
-    ca: Annotated[
-        Path | None,
-        Meta(description="Authorities of the servers that this process connects to. With it, by TLS only."),
-    ] = None
-    client_ca: Annotated[
-        Path | None,
-        Meta(description="Authorities of clients, which must show a certificate then (mutual TLS)."),
-    ] = None
+    certificate: Path | None = None
+    """Certificate of this process, followed by those that vouch for it."""
+    key: Path | None = None
+    """Private key of the certificate."""
+    ca: Path | None = None
+    """Authorities of the servers that this process connects to. With it, by TLS only."""
+    client_ca: Path | None = None
+    """Authorities of clients, which must show a certificate then (mutual TLS)."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):

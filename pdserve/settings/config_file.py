@@ -1,9 +1,9 @@
 """Configuration: a TOML file with command-line flags over it becomes one frozen msgspec struct.
 
 Every part of pdserve declares its own struct (`pdserve.router.config.router.RouterConfig`, ...), with
-`frozen=True, kw_only=True, forbid_unknown_fields=True`, and describes each field with `Annotated[T,
-msgspec.Meta(description="...")]`. This module turns file and flags into such a struct, says in one line what
-is wrong where they do not fit, and lists a struct's options for `--help` and for the documents.
+`frozen=True, kw_only=True, forbid_unknown_fields=True`, and describes each field by a text below it. This
+module turns file and flags into such a struct, says in one line what is wrong where they do not fit, and
+lists a struct's options for `--help` and for the documents.
 
 A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
 `pool.nodes[0].address`. Beside each secret `NAME` the file may name one that holds it, as `NAME_file`. A
@@ -12,13 +12,18 @@ A key is written with its tables, as in `engine.page_size`; an entry of an array
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
+import sys
 import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -138,7 +143,7 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
     hints = typing.get_type_hints(type_, include_extras=True)
     for field in msgspec.structs.fields(type_):
         annotation, key = hints[field.name], prefix + field.encode_name
-        inner, description = _strip(annotation)
+        inner = _strip(annotation)
         struct, is_array = _struct_within(inner)
         if struct is not None:
             yield from options(
@@ -149,7 +154,29 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
         type_name = _type_name(inner)
         if _is_size(annotation):
             type_name = " or ".join(("size", *(f"`{word}`" for word in _words(annotation))))
-        yield Option(key, annotation, kind, type_name, _default_text(field), description)
+        yield Option(key, annotation, kind, type_name, _default_text(field), _description(type_, field.name))
+
+
+def _description(type_: type[Any], field: str) -> str:
+    """The text below a field, which may be inherited. Empty: there is none, or no source to find it in."""
+    found = (_texts(class_.__module__).get((class_.__qualname__, field)) for class_ in type_.__mro__)
+    return next(filter(None, found), "")
+
+
+@cache
+def _texts(module: str) -> dict[tuple[str, str], str]:
+    """The texts below the fields of a module's classes, by class and field."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    texts: dict[tuple[str, str], str] = {}
+    for class_ in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+        for field, below in pairwise(class_.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[class_.name, name] = " ".join(text.split())
+    return texts
 
 
 # --- laying flags over the file
@@ -172,7 +199,7 @@ def _with_words_read(annotation: Any, data: Any, source: str, prefix: str = "") 
     """The tables with bytes for each size, and a SecretFile for each secret that they name a file of. Raises
     ConfigError.
     """
-    struct, is_array = _struct_within(_strip(annotation)[0])
+    struct, is_array = _struct_within(_strip(annotation))
     if struct is None:
         return data
     if is_array:
@@ -192,7 +219,7 @@ def _with_words_read(annotation: Any, data: Any, source: str, prefix: str = "") 
             except ValueError as error:
                 raise ConfigError(f"{source}: '{prefix}{name}': {error}") from None
         key = name + SUFFIX
-        if _strip(field)[0] is Secret and key in found:
+        if _strip(field) is Secret and key in found:
             path = found.pop(key)
             if not isinstance(path, str):
                 raise ConfigError(f"{source}: '{prefix}{key}' must be a path, found {_found(path)}")
@@ -213,7 +240,7 @@ def _fields(struct: Any) -> dict[str, Any]:
 
 def _unknown_keys(annotation: Any, data: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
     """Dotted keys that no field takes, each with the nearest valid one."""
-    struct, is_array = _struct_within(_strip(annotation)[0])
+    struct, is_array = _struct_within(_strip(annotation))
     if struct is None:
         return
     if is_array:
@@ -224,7 +251,7 @@ def _unknown_keys(annotation: Any, data: Any, prefix: str = "") -> Iterator[tupl
     if not isinstance(data, Mapping):
         return
     fields = _fields(struct)
-    files = (f"{name}{SUFFIX}" for name, field in fields.items() if _strip(field)[0] is Secret)
+    files = (f"{name}{SUFFIX}" for name, field in fields.items() if _strip(field) is Secret)
     names = [*fields, *files]
     for name, value in data.items():
         if name in fields:
@@ -323,13 +350,10 @@ def _decode_custom(type_: type[Any], value: Any) -> Any:
     raise ValueError(f"Expected `{type_.__name__.lower()}`, got `{type(value).__name__}`")
 
 
-def _strip(annotation: Any) -> tuple[Any, str]:
-    """An annotation without `Annotated`, and the description found in it."""
-    if typing.get_origin(annotation) is not typing.Annotated:
-        return annotation, ""
-    inner, *extras = typing.get_args(annotation)
-    texts = [meta.description for meta in extras if isinstance(meta, msgspec.Meta) and meta.description]
-    return inner, " ".join(" ".join(texts).split())
+def _strip(annotation: Any) -> Any:
+    """An annotation without `Annotated`."""
+    is_annotated = typing.get_origin(annotation) is typing.Annotated
+    return typing.get_args(annotation)[0] if is_annotated else annotation
 
 
 def _is_size(annotation: Any) -> bool:
@@ -340,14 +364,14 @@ def _is_size(annotation: Any) -> bool:
 
 def _words(annotation: Any) -> list[str]:
     """The words that may stand for a value."""
-    members = _members(_strip(annotation)[0])
+    members = _members(_strip(annotation))
     return [word for one in members if typing.get_origin(one) is Literal for word in typing.get_args(one)]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, None left out; a type that is no union is its own only member."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(_strip(a)[0] for a in typing.get_args(annotation) if a is not type(None))
+        return tuple(_strip(a) for a in typing.get_args(annotation) if a is not type(None))
     return (annotation,)
 
 
@@ -357,7 +381,7 @@ def _struct_within(annotation: Any) -> tuple[Any, bool]:
     if len(members) != 1:
         return None, False
     if typing.get_origin(members[0]) in (list, tuple):
-        entry = _strip(typing.get_args(members[0])[0])[0]
+        entry = _strip(typing.get_args(members[0])[0])
         return (entry, True) if _is_struct(entry) else (None, False)
     return (members[0], False) if _is_struct(members[0]) else (None, False)
 
@@ -388,9 +412,9 @@ def _type_name(annotation: Any) -> str:
         if origin is Literal:
             names.append(" or ".join(f"`{arg}`" for arg in args))
         elif origin in (list, tuple, set, frozenset):
-            names.append(f"list of {_type_name(_strip(args[0])[0])}")
+            names.append(f"list of {_type_name(_strip(args[0]))}")
         elif origin is dict:
-            names.append(f"table of {_type_name(_strip(args[1])[0])}")
+            names.append(f"table of {_type_name(_strip(args[1]))}")
         elif isinstance(member, type) and issubclass(member, Enum):
             names.append(" or ".join(f"`{entry.value}`" for entry in member))
         else:

@@ -36,20 +36,20 @@ POOL: Final = "{pool}"
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[[command]]`: one process by its command line."""
 
-    argv: Annotated[list[str], Meta(min_length=1, description="Its command line.")]
-    host: Annotated[str, Meta(description="Address that it listens on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="Port that it listens on; 0 takes a free one.")] = 0
-    ready: Annotated[
-        str, Meta(description="It is ready when this URL answers 200, or tcp:HOST:PORT takes a connection.")
-    ] = "http://{host}:{port}/health"
-    role: Annotated[
-        Literal["", "prefill", "decode", "agg"],
-        Meta(description="The router's list that it stands in, as http://HOST:PORT; empty: none."),
-    ] = ""
-    stage: Annotated[
-        int, Meta(ge=0, le=9, description="It starts once the commands of lower stages are ready.")
-    ] = 0
-    config: Annotated[dict[str, Any], Meta(description="Content of the file that {config} names.")] = {}
+    argv: Annotated[list[str], Meta(min_length=1)]
+    """Its command line."""
+    host: str = "127.0.0.1"
+    """Address that it listens on."""
+    port: int = 0
+    """Port that it listens on; 0 takes a free one."""
+    ready: str = "http://{host}:{port}/health"
+    """It is ready when this URL answers 200, or tcp:HOST:PORT takes a connection."""
+    role: Literal["", "prefill", "decode", "agg"] = ""
+    """The router's list that it stands in, as http://HOST:PORT; empty: none."""
+    stage: Annotated[int, Meta(ge=0, le=9)] = 0
+    """It starts once the commands of lower stages are ready."""
+    config: dict[str, Any] = {}
+    """Content of the file that {config} names."""
 
 
 Find = Callable[[str, str], str]

@@ -33,63 +33,39 @@ Table = dict[str, Any]
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[cluster]`: what the supervisor itself needs."""
 
-    name: Annotated[str, Meta(description="Name of the cluster, in messages.")] = "cluster"
-    run_dir: Annotated[
-        Path,
-        Meta(description="Directory of logs, generated configuration and sockets; one cluster at a time."),
-    ] = Path("logs/cluster")
-    host: Annotated[
-        str, Meta(description="Address that workers listen on, unless their own table sets it.")
-    ] = "127.0.0.1"
-    stop_on_loss: Annotated[
-        bool,
-        Meta(
-            description="Stop the cluster, with status 1, when any process has ended for good. If false, "
-            "only the router's end stops it."
-        ),
-    ] = False
-    start_parallelism: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Processes that may be starting at the same time. 0: on each host as many as this "
-            "one has processors, and workers with GPUs of their own all at once.",
-        ),
-    ] = 0
-    start_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Longest time from the start of a process until it is ready. Left as it is, "
-            "workers on GPUs get longer, by the size of model and host memory.",
-        ),
-    ] = 300.0
-    stop_grace_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Time between SIGTERM and SIGKILL of a process; it finishes running requests "
-            "meanwhile.",
-        ),
-    ] = 40.0
-    max_restarts: Annotated[
-        int,
-        Meta(ge=0, description="Most restarts of one process within 5 minutes; after that it stays stopped."),
-    ] = 5
-    hosts: Annotated[
-        list[str],
-        Meta(
-            description="Hosts for `--on ssh`, as `NAME` or `NAME=ADDRESS`: how ssh calls one, "
-            "and how the others reach it."
-        ),
-    ] = []
+    name: str = "cluster"
+    """Name of the cluster, in messages."""
+    run_dir: Path = Path("logs/cluster")
+    """Directory of logs, generated configuration and sockets; one cluster at a time."""
+    host: str = "127.0.0.1"
+    """Address that workers listen on, unless their own table sets it."""
+    stop_on_loss: bool = False
+    """Stop the cluster, with status 1, when any process has ended for good. If false, only the router's end
+    stops it.
+    """
+    start_parallelism: Annotated[int, Meta(ge=0)] = 0
+    """Processes that may be starting at the same time. 0: on each host as many as this one has processors,
+    and workers with GPUs of their own all at once.
+    """
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest time from the start of a process until it is ready. Left as it is, workers on GPUs get longer,
+    by the size of model and host memory.
+    """
+    stop_grace_s: Annotated[float, Meta(gt=0)] = 40.0
+    """Time between SIGTERM and SIGKILL of a process; it finishes running requests meanwhile."""
+    max_restarts: Annotated[int, Meta(ge=0)] = 5
+    """Most restarts of one process within 5 minutes; after that it stays stopped."""
+    hosts: list[str] = []
+    """Hosts for `--on ssh`, as `NAME` or `NAME=ADDRESS`: how ssh calls one, and how the others reach it."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`place` of a process."""
 
-    hosts: Annotated[list[str], Meta(description="Hosts that it may run on, by name; empty: any.")] = []
-    beside: Annotated[str, Meta(description="A process on whose host it runs; empty: any.")] = ""
+    hosts: list[str] = []
+    """Hosts that it may run on, by name; empty: any."""
+    beside: str = ""
+    """A process on whose host it runs; empty: any."""
 
 
 Gpu = Annotated[int, Meta(ge=0)]
@@ -98,40 +74,41 @@ Gpu = Annotated[int, Meta(ge=0)]
 class ProcessKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the supervisor reads in the table of every process."""
 
-    name: Annotated[
-        str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Its files are called so, too.")
-    ]
-    restart: Annotated[
-        Restart, Meta(description="Whether it is started again when it ends unexpectedly.")
-    ] = "on-failure"
-    env: Annotated[dict[str, str], Meta(description="Variables of its environment.")] = {}
-    start_timeout_s: Annotated[
-        float, Meta(ge=0, description="Longest time until it is ready; 0: the cluster's.")
-    ] = 0.0
-    release_s: Annotated[
-        float, Meta(ge=0, description="What it may take beyond its grace to give its memory back.")
-    ] = 0.0
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Its files are called so, too."""
+    restart: Restart = "on-failure"
+    """Whether it is started again when it ends unexpectedly."""
+    env: dict[str, str] = {}
+    """Variables of its environment."""
+    start_timeout_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Longest time until it is ready; 0: the cluster's."""
+    release_s: Annotated[float, Meta(ge=0)] = 0.0
+    """What it may take beyond its grace to give its memory back."""
     place: Place = Place()
-    gpus: Annotated[
-        Gpu | list[Gpu],
-        Meta(description="Of a worker: how many GPUs it takes, or the numbers of those that it gets."),
-    ] = 0
+    gpus: Gpu | list[Gpu] = 0
+    """Of a worker: how many GPUs it takes, or the numbers of those that it gets."""
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole cluster file."""
 
     cluster: ClusterSettings = ClusterSettings()
-    router: Annotated[Table, Meta(description="The router's configuration.")] = {}
-    worker: Annotated[Table, Meta(description="Defaults of all workers.")] = {}
-    pool: Annotated[list[Table], Meta(description="Pool nodes.")] = []
-    prefill: Annotated[list[Table], Meta(description="Prefill workers.")] = []
-    decode: Annotated[list[Table], Meta(description="Decode workers.")] = []
-    agg: Annotated[list[Table], Meta(description="Aggregated workers.")] = []
-    elastic: Annotated[list[Table], Meta(description="Elastic workers.")] = []
-    command: Annotated[
-        list[Table], Meta(description="Processes that are not pdserve's, by their command lines.")
-    ] = []
+    router: Table = {}
+    """The router's configuration."""
+    worker: Table = {}
+    """Defaults of all workers."""
+    pool: list[Table] = []
+    """Pool nodes."""
+    prefill: list[Table] = []
+    """Prefill workers."""
+    decode: list[Table] = []
+    """Decode workers."""
+    agg: list[Table] = []
+    """Aggregated workers."""
+    elastic: list[Table] = []
+    """Elastic workers."""
+    command: list[Table] = []
+    """Processes that are not pdserve's, by their command lines."""
 
     @property
     def routers(self) -> list[Table]:

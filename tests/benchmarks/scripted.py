@@ -103,5 +103,5 @@ def record(turn: int, first_s: float | None, **more: Any) -> Record:
 
 def run(*records: Record, **more: Any) -> Run:
     """These asks as a run of 2 s."""
-    given = {"model": "m", "wall_s": 2.0, "client_cpu": 0.1, "lags_s": [0.0], "open_loop": False}
+    given = {"model": "m", "wall_s": 2.0, "client_cpu": 0.1, "lags_s": [0.0]}
     return Run(records=list(records), **{**given, **more})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from benchmarks.lib.figures import outcome_of
 from benchmarks.lib.load import Run, Shape, make_load
-from benchmarks.lib.report import without_keys
 from benchmarks.lib.run import Server, run_load
 from tests.benchmarks.scripted import ScriptedServer, event, serving
 from tests.support.processes import HarnessError
@@ -98,6 +98,16 @@ def test_errors_are_counted_by_kind_and_the_load_goes_on() -> None:
     assert lengths == [8] * len(FAULTS) + [8 + 3 + 8] * len(FAULTS)  # as long as with an answer
 
 
+def test_an_answer_of_one_token_that_is_half_a_character_is_an_answer() -> None:
+    usage = event(choices=[], usage={"prompt_tokens": 20, "completion_tokens": 1})
+    end = event(choices=[{"text": "", "finish_reason": "length"}])
+    with serving(ScriptedServer()) as server:
+        server.script("/v1/completions", mock.stream([end, usage, mock.DONE]))
+        (record,) = load_it(server, Shape(users=1, rounds=1, turn_tokens=20, output_tokens=1)).records
+    assert (record.error, record.output_tokens) == ("", 1)
+    assert record.first_token_s is not None
+
+
 def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
     with serving(ScriptedServer()) as server:
         url = server.url
@@ -119,9 +129,17 @@ def test_a_slow_server_does_not_slow_down_its_questioning() -> None:
         assert record.first_token_s is not None
         assert record.first_token_s >= 0.2 * record.turn - 0.02  # those before it were all due at once
     assert outcome_of(run).late_requests == 4
-    assert run.open_loop
 
 
-@pytest.mark.parametrize("words", [["--api-key", "hush"], ["--api-key=hush"], ["--api-key"]])
-def test_a_key_is_in_no_kept_command_line(words: list[str]) -> None:
-    assert "hush" not in " ".join(without_keys([*words, "--json"]))
+def test_what_is_done_between_two_rounds_takes_no_time_of_the_run() -> None:
+    done: list[int] = []
+
+    def between(rounds: int) -> None:
+        done.append(rounds)
+        time.sleep(0.5)
+
+    with serving(ScriptedServer()) as server:
+        run = load_it(server, lockstep=True, between=between)
+    assert done == [1]
+    assert run.wall_s < 0.5
+    assert max(record.done_s for record in run.records) < 0.5

@@ -16,8 +16,8 @@ from benchmarks.lib.load import (
     Session,
     Shape,
     make_load,
-    replay_load,
 )
+from benchmarks.soak import Sample, growth
 from tests.benchmarks.scripted import record, run
 
 shapes = st.builds(
@@ -88,15 +88,6 @@ def test_asks_arrive_at_the_rate_that_was_asked_for() -> None:
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # exponential: as many are close as far apart
 
 
-def test_equal_blocks_of_a_trace_are_equal_tokens_and_known_ones_are_reusable() -> None:
-    asked = [(0.0, 1024, 10, [7, 8]), (1.0, 1500, 10, [7, 8, 9]), (2.0, 1024, 10, [5, 8])]
-    load = replay_load(asked, scale=0.5, speed=1.0, seed=1)
-    (one,), (two,), (three,) = (prompts(load, session) for session in range(3))
-    assert shared(one, two) == len(one) == 512
-    assert shared(one, three) < 3
-    assert [session[0].reusable_tokens for session in load.sessions] == [0, 512, 0]
-
-
 # --- figures
 
 
@@ -133,6 +124,7 @@ def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
     [
         ({}, 0.0, None),
         ({"client_cpu": 0.95}, 0.0, "95% of a core"),
+        ({"others_cpu": 0.5}, 0.0, "other processes took 50% of a core"),
         ({}, 0.4, "late itself, by 400 ms"),
         ({"lags_s": [0.3] * 50}, 0.0, "late itself, by 300 ms"),
         ({"lags_s": [0.0] * 5000}, 0.3, "late itself, by 300 ms"),
@@ -141,3 +133,18 @@ def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
 def test_a_client_that_measures_itself_says_so(more: dict[str, Any], sent_s: float, says: str | None) -> None:
     warnings = outcome_of(run(record(1, 1.0, sent_s=sent_s), **more)).warnings
     assert [says in warning for warning in warnings] == [True] if says else warnings == []
+
+
+def test_what_grows_in_the_second_half_of_a_soak_is_told_an_hour() -> None:
+    def sample(at: int, name: str, memory_bytes: int) -> Sample:
+        return Sample(at_s=float(at), name=name, memory_bytes=memory_bytes, descriptors=40)
+
+    samples = [sample(at, "router", 1000 + max(0, at - 100)) for at in range(200)]
+    found = list(growth([*samples, sample(0, "decode0", 5)], 7200.0))
+    assert [(name, what) for name, what, *_ in found] == [
+        ("router", "memory_bytes"),
+        ("router", "descriptors"),
+    ]
+    memory, descriptors = (an_hour for *_, an_hour in found)
+    assert memory == pytest.approx(0.0745, abs=1e-4)  # 74.5 more in an hour than in the one before
+    assert descriptors == 0.0

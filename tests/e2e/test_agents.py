@@ -14,13 +14,16 @@ import httpx
 import pytest
 
 from tests.support.agents import CHAT, CLIENTS, MESSAGES, TURNS, Client, whole_pages
-from tests.support.e2e.cluster import Router, http
+from tests.support.e2e.cluster import Router, free_port, http
 from tests.support.e2e.prompts import PAGE
 from tests.support.e2e.site import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-CLAUDE_CODE = next(client for client in CLIENTS if client.name == "Claude Code")
+CLAUDE_CODE, OPENCODE = (
+    next(one for one in CLIENTS if one.name == name) for name in ("Claude Code", "OpenCode")
+)
+ADMIN = "administrators-key-of-these-tests"
 NAMED = ("Claude Code", "Codex", "OpenCode", "Open WebUI", "OpenAI SDK")
 
 
@@ -76,6 +79,28 @@ def test_each_turn_of_an_agent_finds_the_pages_of_the_turn_before(cluster: Clust
         assert "prefill=no-stage" not in now.headers["x-pdserve-plan"]
         if client.name in NAMED:
             assert "decode=session" in now.headers["x-pdserve-plan"]
+
+
+def test_a_session_that_was_deleted_is_found_nowhere_and_others_are(cluster: Cluster, run_dir: Path) -> None:
+    port = free_port()
+    extra = {"admin": {"port": port, "key": ADMIN}}
+    with Router(run_dir, cluster.prefill, cluster.decode, name="router-admin", extra=extra) as router:
+        for client in (CLAUDE_CODE, OPENCODE):
+            last = list(conversation(router, client))[-1]
+        again = ask(router, CLAUDE_CODE, 0, [])
+        assert again.cached_tokens >= 0.95 * whole_pages(again.prompt_tokens, PAGE)
+        told = http.post(
+            f"http://127.0.0.1:{port}/pages/erase",
+            json={"session": CLAUDE_CODE.headers["x-claude-code-session-id"]},
+            headers={"authorization": f"Bearer {ADMIN}"},
+            timeout=120.0,
+        ).json()
+        print(told)
+        assert (told["erased"], told["problems"], told["turns"]) == (True, {}, TURNS + 1)
+        assert sum(told["pages"].values()) > 0
+        assert ask(router, CLAUDE_CODE, 0, []).cached_tokens == 0
+        others = list(conversation(router, OPENCODE))[-1]
+        assert others.cached_tokens >= 0.95 * whole_pages(last.prompt_tokens, PAGE)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefa
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, encode_frame
 from pdserve.kvpool.protocol.slot_table import TABLE_MAGIC, TABLE_VERSION, TableLayout
+from pdserve.kvpool.transports import shm
 from pdserve.kvpool.transports.shm import host_id
 from pdserve.security.tokens import Secret
 from tests.support.kvpool.connectors import connect
@@ -146,6 +147,15 @@ def test_memory_that_is_given_as_told_is_mapped_and_written(
     gives = Gives((arena, os.O_RDWR), (table_file(tmp_path / "table"), os.O_RDONLY))
     put_through(false_node(info(tmp_path), gives).address)
     assert arena.read_bytes()[: 8 * KIB] == bytes([7]) * 8 * KIB
+
+
+def test_memory_that_another_user_gives_is_not_mapped(
+    tmp_path: Path, false_node: Callable[..., FalseNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gives = Gives((arena_file(tmp_path / "arena"), os.O_RDWR), (table_file(tmp_path / "table"), os.O_RDONLY))
+    monkeypatch.setattr(shm, "peer_uid", lambda _: NOBODY)
+    with pytest.raises(PoolRefused, match="belongs to another user"):
+        put_through(false_node(info(tmp_path), gives).address)
 
 
 OTHERS: dict[str, Callable[[Path], Gives]] = {

@@ -104,6 +104,7 @@ def test_the_last_page_is_waited_for_where_it_was_computed_here(
     pool = Pool(committed)
     assert published(pool, monkeypatch, cached) == pytest.approx(answer)
     assert [keys for keys, _ in pool.waits] == [PAGES[-1:]]
+    assert bool(pool.lookups) == (cached > 0 or PAGES[-1] not in committed), "the wait has said the rest"
 
 
 def test_pages_that_cannot_be_named_are_not_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +160,9 @@ def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits_if_sglang_needs_
     rooms: list[Bootstrap | None] = []
 
     class Noting(Pool):
-        async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
+        async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
             rooms.append(bootstrap_of_request())
-            return await super().exists(keys, tenant)
+            return await super().wait(keys, timeout_s, tenant)
 
     published(Noting(PAGES), monkeypatch, hands_over=hands_over)
     assert rooms[-1] == room

@@ -17,31 +17,49 @@ from pdserve.settings.command_line import config_command
 from pdserve.settings.config_file import load_config, options
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    address: Annotated[str, Meta(description="Where it is.")]
-    token: Annotated[Secret, Meta(description="Its token.")] = Secret("")
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: str
+    """Where
+    it is.
+    """
+
+
+class Node(Place, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    token: Secret = Secret("")
+    """Its token."""
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    nodes: Annotated[list[Node], Meta(description="Nodes.")] = []
-    data_path: Annotated[Literal["auto", "shm"], Meta(description="How bytes travel.")] = "auto"
-    key: Annotated[Secret, Meta(description="Key of pages.")] = Secret("")
+    nodes: list[Node] = []
+    """Nodes."""
+    data_path: Literal["auto", "shm"] = "auto"
+    """How bytes travel."""
+    key: Secret = Secret("")
+    """Key of pages."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model_path: Annotated[Path, Meta(description="Model directory.")]
-    page_size: Annotated[int, Meta(description="Tokens a page.", ge=1)] = 64
-    cpu: Annotated[bool | None, Meta(description="Force the CPU.")] = None
-    extra_args: Annotated[list[str], Meta(description="SGLang's.")] = []
+    model_path: Path
+    """Model directory."""
+    page_size: Annotated[int, Meta(ge=1)] = 64
+    """Tokens a page."""
+    cpu: bool | None = None
+    """Force the CPU."""
+    extra_args: list[str] = []
+    """SGLang's."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    port: Annotated[int, Meta(description="Port | to listen on.")] = 8000
+    port: int = 8000
+    """Port | to listen on."""
     engine: Engine
     pool: Pool = Pool()
-    tags: Annotated[tuple[str, ...], Meta(description="Tags.")] = ("a",)
-    kinds: Annotated[tuple[Literal["one", "two"], ...], Meta(description="Kinds.")] = ("one",)
-    env: Annotated[dict[str, str], Meta(description="Environment.")] = {}
+    tags: tuple[str, ...] = ("a",)
+    """Tags."""
+    kinds: tuple[Literal["one", "two"], ...] = ("one",)
+    """Kinds."""
+    env: dict[str, str] = {}
+    """Environment."""
 
     def __post_init__(self) -> None:
         if self.port == 13:

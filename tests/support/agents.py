@@ -184,7 +184,7 @@ def _continue(turn: int, answers: Sequence[str]) -> Body:
 
 
 def _open_webui(turn: int, answers: Sequence[str]) -> Body:
-    return _chat([_said("system", RULES), *_talk(turn, answers)], user="u1", stop=None)
+    return _chat([_said("system", RULES), *_talk(turn, answers)])
 
 
 def _langchain(turn: int, answers: Sequence[str]) -> Body:
@@ -217,7 +217,7 @@ CLIENTS: Final = (
     Client("OpenCode", CHAT, {"x-session-affinity": "ses_77ac"}, _opencode),
     Client("Aider", CHAT, {}, _aider),
     Client("Continue", CHAT, {}, _continue),
-    Client("Open WebUI", CHAT, {}, _open_webui),
+    Client("Open WebUI", CHAT, {"x-openwebui-chat-id": "5be9a713-77ac"}, _open_webui),
     Client("LangChain", CHAT, {}, _langchain),
     Client("OpenAI SDK", CHAT, {}, _openai),
     Client("Anthropic SDK", MESSAGES, {}, _anthropic),

@@ -137,28 +137,6 @@ class ClientConfig(Protocol):
     def name(self) -> str: ...
 
 
-@contextmanager
-def clients(configs: Sequence[ClientConfig], directory: Path, module: str) -> Iterator[dict[str, Child]]:
-    """Processes `python -m MODULE CONFIG.json`, by name, until the block ends. Raises HarnessError where one
-    ended with an error or not in time.
-    """
-    children: dict[str, Child] = {}
-    try:
-        for config in configs:
-            child = client(config, directory, module)
-            children[child.name] = child
-            child.spawn()
-        yield children
-        for child in children.values():
-            child.process.terminate()
-        for child in children.values():
-            if not child.ended(CLIENT_STOP_TIMEOUT_S):
-                raise HarnessError(f"{child.name} ended badly, or not at all: see {child.log_path}")
-    finally:
-        for child in children.values():
-            child.kill()
-
-
 def client(config: ClientConfig, directory: Path, module: str) -> Child:
     """One of them, not started yet."""
     file = directory / f"{config.name}.json"

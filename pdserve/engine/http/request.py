@@ -38,6 +38,8 @@ KEEP_HEADER = b"x-pdserve-keep"
 """For how long the pool is to keep the pages of the conversation, in whole seconds."""
 FINAL_HEADER = b"x-pdserve-final"
 """No request of the conversation follows. From its start on, so many tokens may be those of others too."""
+SESSION_HEADER = b"x-pdserve-session"
+"""The session that the request is of, and the number of its turn: `NAME NUMBER`."""
 TURNS_HEADER = b"x-pdserve-turns"
 """Which segments of the prompt the prefill worker gave recorded tokens (`engine/turns`): a bit for each, as a
 hexadecimal number."""
@@ -97,8 +99,16 @@ class HttpRequest:
     """The pool may let its pages behind so many tokens go. None: as ever."""
     marks_cache: bool = False
     """Its body has marks for caches, as Anthropic's API knows them."""
+    pages: Any = None
+    """Of a prefill, once they are named (`page_names.RequestPages`)."""
+    session: str = ""
+    """As the router calls it; empty: it is of none, or its client does not name it."""
+    turn: int = 0
+    """Of the session."""
     side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
     """What is stored in the pool beside its pages."""
+    record_keys: list[bytes] = field(default_factory=list)
+    """The pool keys of that."""
 
     def leave(self) -> None:
         """The client left. What runs is aborted now; the engine's side aborts the rest once it is sent."""
@@ -171,6 +181,7 @@ class RequestTracking:
             turns_wanted=_turns(_header(scope, TURNS_HEADER)),
             keep_s=_number(_header(scope, KEEP_HEADER), 6) or 0,
             shared_tokens=_number(_header(scope, FINAL_HEADER), 9),
+            **_session(_header(scope, SESSION_HEADER)),
         )
         if self._on_start is not None:
             self._on_start(request)
@@ -225,6 +236,13 @@ def _request_id(scope: Scope) -> str:
 def _number(said: bytes, digits: int) -> int | None:
     """A whole number of at most so many digits; None for anything else: a hint is no reason for a refusal."""
     return int(said) if said.isdigit() and len(said) <= digits else None
+
+
+def _session(said: bytes) -> dict[str, Any]:
+    """The session and the turn. Nothing for what is malformed."""
+    name, _, number = said.partition(b" ")
+    turn = _number(number, 9)
+    return {"session": name.decode("latin-1")[:64], "turn": turn} if turn else {}
 
 
 def _turns(value: bytes) -> int | None:

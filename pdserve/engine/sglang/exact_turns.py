@@ -113,7 +113,8 @@ class SglangTurns:
             logger.exception("the tokens of an answer could not be recorded")
             return
         if stored is not None:
-            http.side_writes.append(stored)
+            http.side_writes.append(stored.done)
+            http.record_keys += stored.keys
 
     def _asked(self, asked: Any, ids: Rendered) -> Asked:
         manager, sampling = self._manager, asked.sampling_params

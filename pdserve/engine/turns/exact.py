@@ -16,9 +16,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from pdserve.engine.turns.record import Memory
+from pdserve.engine.turns.record import Memory, page_keys, pages_of
 from pdserve.engine.turns.segments import Prompt, StopTokens, cut, scope_of
 from pdserve.engine.turns.shelf import LateError
 from pdserve.kvpool.namespaces.tenants import tenant_of
@@ -40,6 +40,13 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text with special tokens; nothing is cleaned up."""
+
+
+class Stored(NamedTuple):
+    """A record that is being stored in the pool, and its keys there."""
+
+    done: asyncio.Future[bool]
+    keys: list[bytes]
 
 
 class Records(Protocol):
@@ -112,9 +119,9 @@ class ExactTurns:
             self._count(outcome)
         return turn
 
-    async def answer(self, turn: Turn, whole: Sequence[int]) -> asyncio.Future[bool] | None:
-        """Record the answer to a prompt. `whole`: the tokens of prompt and answer. The coming result of
-        storing it in the pool, if it is stored.
+    async def answer(self, turn: Turn, whole: Sequence[int]) -> Stored | None:
+        """Record the answer to a prompt. `whole`: the tokens of prompt and answer. None: it is not stored in
+        the pool.
         """
         prompt, decode, stops = turn.prompt, self._tokenizer.decode, self._tokenizer.stop_tokens.texts
         start = len(turn.ids) - len(prompt.ids[-1])
@@ -129,7 +136,8 @@ class ExactTurns:
         if key is None:
             return None
         self._memory.put(key, ids)
-        return None if self._records is None else self._records.write(key, ids, turn.tenant)
+        storing = None if self._records is None else self._records.write(key, ids, turn.tenant)
+        return None if storing is None else Stored(storing, page_keys(key, pages_of(len(ids))))
 
     async def _spliced(self, turn: Turn, asked: Asked, wanted: int | None) -> Turn:
         prompt = turn.prompt

@@ -39,12 +39,17 @@ def page_keys(key: bytes, count: int) -> list[bytes]:
     ]
 
 
+def pages_of(tokens: int) -> int:
+    """The number of pages of a record."""
+    return -(-(_HEAD.size + 4 * tokens) // PAGE_BYTES)
+
+
 def to_pages(ids: Sequence[int]) -> list[Page]:
     """Pages, each uint8, shape [PAGE_BYTES]. Raises ValueError for no tokens, or more than `MAX_TOKENS`."""
     if not 0 < len(ids) <= MAX_TOKENS:
         raise ValueError(f"a record has 1 to {MAX_TOKENS} tokens, not {len(ids)}")
     data = _HEAD.pack(_MAGIC, len(ids)) + np.asarray(ids, "<u4").tobytes()
-    count = -(-len(data) // PAGE_BYTES)
+    count = pages_of(len(ids))
     whole = np.zeros(count * PAGE_BYTES, np.uint8)
     whole[: len(data)] = np.frombuffer(data, np.uint8)
     return list(whole.reshape(count, PAGE_BYTES))
@@ -55,7 +60,7 @@ def page_count(first: Page) -> int:
     magic, tokens = _HEAD.unpack_from(first.data)
     if magic != _MAGIC or not 0 < tokens <= MAX_TOKENS:
         return 0
-    return int(-(-(_HEAD.size + 4 * tokens) // PAGE_BYTES))
+    return pages_of(int(tokens))
 
 
 def from_pages(pages: Sequence[Page]) -> list[int]:

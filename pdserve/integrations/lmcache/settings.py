@@ -24,15 +24,12 @@ MAX_LABEL_CHARS: Final = 64
 class IntegrationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`adapter_params` in LMCache's `--l2-adapter`."""
 
-    pool: Annotated[PoolClientConfig, Meta(description="How the pool is reached, as at a worker.")]
-    revision: Annotated[
-        str,
-        Meta(
-            max_length=256,
-            description="What else changes KV and is not said to us: the revision of a model "
-            "that is no local directory, quantization, the kind of an FP8 cache, overridden configuration.",
-        ),
-    ] = ""
+    pool: PoolClientConfig
+    """How the pool is reached, as at a worker."""
+    revision: Annotated[str, Meta(max_length=256)] = ""
+    """What else changes KV and is not said to us: the revision of a model that is no local directory,
+    quantization, the kind of an FP8 cache, overridden configuration.
+    """
 
 
 def read_settings(

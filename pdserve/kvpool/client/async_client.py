@@ -200,7 +200,8 @@ class AsyncPoolClient:
             return {node: error}
         members = said.members if isinstance(said, m.StatusReport) else []
         away = [member.node for member in members if member.status == DEAD]
-        return {node: count, **{one: PoolUnavailable(f"pool node {one} is away") for one in away}}
+        text = "pool node {} is away: it erases them when it returns"
+        return {node: count, **{one: PoolUnavailable(text.format(one)) for one in away}}
 
     async def tenants(self) -> dict[str, dict[str, tuple[int, int]] | PoolError]:
         """By configured node and tenant, bytes in memory and in tiers; of nobody under the empty name."""

@@ -23,8 +23,10 @@ PAGE_KEY_VARIABLE = "PDSERVE_HICACHE_PAGE_KEY"
 class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool node, as clients find it."""
 
-    node: Annotated[str, Meta(description="Name of the node, as in its own configuration.")]
-    address: Annotated[str, Meta(description="Control address: `unix:/path` or `tcp:host:port`.")]
+    node: str
+    """Name of the node, as in its own configuration."""
+    address: str
+    """Control address: `unix:/path` or `tcp:host:port`."""
 
 
 class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,60 +34,44 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     SGLang grants a storage backend.
     """
 
-    nodes: Annotated[
-        list[PoolNodeRef],
-        Meta(
-            description="nodes of the pool to speak with, one at a time: that of this host, else the next; "
-            "each gives the whole pool, and names the others; empty: no pool"
-        ),
-    ] = []
-    etcd: Annotated[
-        EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
-    ] = EtcdConfig()
-    cluster: Annotated[str, Meta(min_length=1, description="Name of the pool in etcd.")] = "pool"
-    data_path: Annotated[
-        DataPathChoice,
-        Meta(
-            description="Data path of page bytes: shm (same host only), ucx, tcp, or auto (shm where "
-            "possible, else tcp). Nodes choose for themselves what they use among each other."
-        ),
-    ] = "auto"
-    checksum: Annotated[
-        bool, Meta(description="Compute a checksum of every written page, and check it at every read.")
-    ] = True
-    namespace: Annotated[
-        str, Meta(description="Namespace in the pool; empty: one for each model revision and KV geometry.")
-    ] = ""
-    token: Annotated[
-        Secret, Meta(description="Access token of the namespace; also from PDSERVE_POOL_TOKEN.")
-    ] = Secret("")
-    page_key: Annotated[
-        Secret,
-        Meta(
-            description="Secret of the workers that share pages; every page carries a tag made with it, and "
-            "none is read without. Empty: checksums only. Also from PDSERVE_POOL_PAGE_KEY."
-        ),
-    ] = Secret("")
-    tls: Annotated[TlsConfig, Meta(description="Certificates; with `ca` nodes are reached by TLS.")] = (
-        TlsConfig()
-    )
-    connect_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
-    ] = 1.0
-    exists_timeout_s: Annotated[float, Meta(gt=0, description="Longest time of one lookup.")] = 1.0
-    get_timeout_s: Annotated[float, Meta(gt=0, description="Longest time to read one batch of pages.")] = 5.0
-    put_timeout_s: Annotated[float, Meta(gt=0, description="Longest time to write one batch of pages.")] = 5.0
-    retry_after_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Time without requests to a node after a failure; then it is probed in the "
-            "background. If its port is closed, the probe comes earlier.",
-        ),
-    ] = 0.5
-    restart_wait_s: Annotated[
-        float, Meta(ge=0, description="Additional time of an operation while a node is being upgraded.")
-    ] = 3.0
+    nodes: list[PoolNodeRef] = []
+    """nodes of the pool to speak with, one at a time: that of this host, else the next; each gives the whole
+    pool, and names the others; empty: no pool
+    """
+    etcd: EtcdConfig = EtcdConfig()
+    """where to look the nodes up instead, once, when the worker starts"""
+    cluster: Annotated[str, Meta(min_length=1)] = "pool"
+    """Name of the pool in etcd."""
+    data_path: DataPathChoice = "auto"
+    """Data path of page bytes: shm (same host only), ucx, tcp, or auto (shm where possible, else tcp). Nodes
+    choose for themselves what they use among each other.
+    """
+    checksum: bool = True
+    """Compute a checksum of every written page, and check it at every read."""
+    namespace: str = ""
+    """Namespace in the pool; empty: one for each model revision and KV geometry."""
+    token: Secret = Secret("")
+    """Access token of the namespace; also from PDSERVE_POOL_TOKEN."""
+    page_key: Secret = Secret("")
+    """Secret of the workers that share pages; every page carries a tag made with it, and none is read
+    without. Empty: checksums only. Also from PDSERVE_POOL_PAGE_KEY.
+    """
+    tls: TlsConfig = TlsConfig()
+    """Certificates; with `ca` nodes are reached by TLS."""
+    connect_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Longest time of a connect, including the handshake."""
+    exists_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Longest time of one lookup."""
+    get_timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    """Longest time to read one batch of pages."""
+    put_timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    """Longest time to write one batch of pages."""
+    retry_after_s: Annotated[float, Meta(gt=0)] = 0.5
+    """Time without requests to a node after a failure; then it is probed in the background. If its port is
+    closed, the probe comes earlier.
+    """
+    restart_wait_s: Annotated[float, Meta(ge=0)] = 3.0
+    """Additional time of an operation while a node is being upgraded."""
 
     def __post_init__(self) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:

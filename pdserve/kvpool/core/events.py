@@ -21,6 +21,7 @@ in an incarnation of a node. They start at FIRST_TAG: the transport uses smaller
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -67,6 +68,12 @@ class TransferDone(msgspec.Struct, frozen=True):
     connection: int
     tag: int
     ok: bool
+
+
+class TransfersDone(msgspec.Struct, frozen=True):
+    """These transfers ended, of any connections; their pages are committed together."""
+
+    done: list[TransferDone]
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -187,7 +194,7 @@ Event: TypeAlias = (
     Connected
     | Disconnected
     | Received
-    | TransferDone
+    | TransfersDone
     | Tick
     | ViewChanged
     | PagesPushed
@@ -293,6 +300,15 @@ class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
 
     connection: int
     tags: tuple[int, ...]
+
+
+TransferAction: TypeAlias = StartSend | StartReceive | CancelTransfers
+
+
+def failures(actions: Sequence[TransferAction]) -> list[TransferDone]:
+    """That transfers which were to begin have failed."""
+    begun = [action for action in actions if not isinstance(action, CancelTransfers)]
+    return [TransferDone(action.connection, action.tag, False) for action in begun]
 
 
 class PushPages(msgspec.Struct, frozen=True):

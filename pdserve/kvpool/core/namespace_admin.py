@@ -10,7 +10,8 @@
     dropped               No lookup finds its pages from this call on. Generation and version grow. Its
                           tenants (namespaces/tenants.py) go with it; `#TENANT` is a tenant in all models.
     learned               Another node changed the record. Pages of an older generation, or of another
-                          geometry, are dropped before any page of it is served.
+                          geometry, are dropped before any page of it is served. So are all pages where some
+                          were erased while this node was away.
 
 Each change is saved, carried out, published to the other nodes, and only then answered.
 """
@@ -30,6 +31,7 @@ from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces import access
 from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
 from pdserve.kvpool.namespaces.registry import (
+    EVERYBODY,
     MAX_NAMESPACES_PER_TOKEN,
     NamespaceError,
     check_geometry,
@@ -66,8 +68,9 @@ class Rules:
 
 class Administration:
     """The namespaces of one node. `on_gone(number, is_tenant, out)` frees everything of a namespace, and
-    returns the number of its pages. `on_settings(number, settings)` is called when a namespace is opened, and
-    when its settings change.
+    returns the number of its pages; `on_void(number, out)` frees its pages only. `on_settings(number,
+    settings)` is called when a namespace is opened, and when its settings change. `started_ms`: the clock's
+    millisecond of the node's start.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class Administration:
         namespaces: Namespaces,
         rules: Rules,
         on_gone: OnGone,
+        on_void: Callable[[int, list[Action]], None],
         on_settings: OnSettings,
+        started_ms: int,
     ) -> None:
         self.namespaces = namespaces
         self.guarded: set[int] = set()  # numbers of namespaces with tokens
@@ -89,6 +94,8 @@ class Administration:
         self._largest_page_bytes = largest_page_bytes
         self._rules = rules
         self._on_gone = on_gone
+        self._on_void = on_void
+        self._started_ms = started_ms
         self._on_settings = on_settings
         self._opens = _Opens([], [])
         self._opens_at = -1  # the registry's changes, when `_opens` was made
@@ -419,10 +426,29 @@ class Administration:
 
     def learn(self, records: Iterable[NamespaceRecord], out: list[Action]) -> None:
         """Take in records of other nodes."""
-        registry = self.namespaces.registry
-        news = [joined for record in records if (joined := registry.learn(record)) is not None]
+        registry, news, void = self.namespaces.registry, list[NamespaceRecord](), list[str]()
+        for record in records:
+            before = registry.get(record.name)
+            if (joined := registry.learn(record)) is None:
+                continue
+            news.append(joined)
+            if self._missed_ms(joined) > (0 if before is None else self._missed_ms(before)):
+                void.append(joined.name)
         if news:
             self._carry_out(news, out)
+        for local in filter(None, map(self.namespaces.find, void)):
+            self._on_void(local.number, out)
+
+    def void_at(self, number: int, away: Iterable[str], out: list[Action]) -> None:
+        """Pages were erased while these nodes were away: they void what they have of the namespace."""
+        record = self.namespaces.registry.get(self.namespaces[number].name)
+        if record is not None:
+            self._change(self.namespaces.registry.voided(record, away), out)
+
+    def _missed_ms(self, record: NamespaceRecord) -> int:
+        """When pages of the namespace were last erased without this node, as far as it is known."""
+        everywhere_ms = record.voided.get(EVERYBODY, 0)
+        return max(record.voided.get(self._node, 0), everywhere_ms if everywhere_ms < self._started_ms else 0)
 
     def _close(self, local: Namespace) -> None:
         """Close the namespace on this node. Its pages are to be freed."""

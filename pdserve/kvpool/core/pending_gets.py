@@ -88,7 +88,7 @@ class PendingGets:
 
     def _answer(self, get: PendingGet, out: list[Action]) -> None:
         del get.session.gets[get.request.id]
-        if get.session.reads:
+        if not get.session.peer:
             pages = self._store.index.namespace(get.request.namespace)
             pages.misses += sum(pin.status == MISS for pin in get.pins)
             pages.tier_hits += len(get.promoted)

@@ -7,8 +7,6 @@ A client may pin only so many bytes, and over UCX have only so many messages und
 are misses: a queue would make it wait for what it holds itself.
 
 Over UCX a send holds the slot too, until its TransferDone. The end of a lease cancels its sends.
-
-A client without a data path is sent nothing. It pins what its process will read over another connection.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class Reads:
             get = PendingGet(session, request, pins, 0, now_s + self._wait_s)
             if self._gets.begin(get, missing, self._sources, now_s, out):
                 return
-        if session.reads:
+        if not session.peer:
             pages.misses += sum(pin.status == MISS for pin in pins)  # refused pins too
         ages_s: list[float] = []
         if session.peer and pages.expiry is not None:  # the page expires at the same time elsewhere
@@ -120,9 +118,9 @@ class Reads:
                 out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
             read.append(slot)
             pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag))
-        if read and (session.reads or session.fetches):
+        if read and session.reads:
             pages = store.index.namespace(request.namespace)
-            if session.reads:
+            if not session.peer:
                 pages.hits += len(read)
                 pages.read_bytes += len(read) * sum(request.segment_bytes)
             store.touch(pages, slot_bytes, read, now_s)

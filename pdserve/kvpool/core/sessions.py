@@ -130,13 +130,8 @@ class Session:
 
     @property
     def reads(self) -> bool:
-        """Whether its gets are reads: not those of nodes, which copy, nor those that only hold pages."""
-        return not self.peer and self.data_path != "none"
-
-    @property
-    def fetches(self) -> bool:
-        """Whether it is another node, whose gets are reads of its clients."""
-        return self.peer and self.connection != LOCAL
+        """Whether its gets are reads, of a client here or at another node: not those of this node itself."""
+        return self.connection != LOCAL
 
     def begin_transfer(self, tag: int, messages: int) -> None:
         self.transfers[tag] = messages

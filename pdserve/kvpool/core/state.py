@@ -3,7 +3,7 @@
     shell                             NodeState.handle(event, now_s)
     Connected, Disconnected     ->    sessions: what each client holds           sessions.py
     Received(request)           ->    reservations and commits                   writes.py
-    TransferDone                      gets and pins                              reads.py
+    TransfersDone                     gets and pins                              reads.py
     Tick                              waits                                      waits.py
     RecordsLearned                    namespaces and who may use them            namespace_admin.py
     PagesStored, PagesLoaded, ...     pages in tiers                             tiering/
@@ -48,7 +48,7 @@ from pdserve.kvpool.core.events import (
     RecordsLearned,
     SaveNamespaces,
     Tick,
-    TransferDone,
+    TransfersDone,
     ViewChanged,
 )
 from pdserve.kvpool.core.kept_pages import KeptPages
@@ -150,8 +150,11 @@ class NodeState:
         self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         self._erasures = Erasures(name, store, self._durable)
-        sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
-        self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
+        sizes, acts = (
+            (store.slots.capacity_bytes, store.slots.slab_bytes),
+            (self._gone, self._void, self._changed),
+        )
+        self.administration = Administration(name, *sizes, self.namespaces, rules, *acts, started_ms)
 
     @property
     def unchanged(self) -> bool:
@@ -181,10 +184,12 @@ class NodeState:
                 self._judging = None
             case Tick():
                 self._tick(now_s, out)
-            case TransferDone():
-                session = self.sessions.get(event.connection)
-                if not self.reads.sent(session, event.tag, event.ok, out):
-                    self.writes.received(session, event.tag, event.ok, now_s, out)
+            case TransfersDone():
+                for one in event.done:
+                    session = self.sessions.get(one.connection)
+                    if not self.reads.sent(session, one.tag, one.ok, out):
+                        self.writes.received(session, one.tag, one.ok, out)
+                self.writes.commit_received(now_s, out)
             case Connected():
                 assert event.connection not in self.sessions
                 self.sessions[event.connection] = Session(
@@ -236,7 +241,7 @@ class NodeState:
                 out.append(Answer(event.connection, fault))
                 return
             self.store.index.namespace(namespace).operations += 1
-            if session.data_path == "none" and isinstance(message, m.Reserve):
+            if session.data_path == "none" and isinstance(message, m.Reserve | m.Get):
                 text = "this connection moves no pages"
                 out.append(Answer(event.connection, m.Fault(message.id, "no_data_path", text)))
                 return
@@ -351,14 +356,25 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         model, count = self.namespaces[request.namespace], 0
         for number in (model.number, *(one.number for one in self.namespaces.tenants(model.name))):
-            self.sharding.fetches.clear(number, now_s, out)
-            for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
-                self.writes.drop_namespace(other, number, out)
-            space = self.namespaces.clear(number)
-            count += self.tiers.clear(number, space, out)
-            count += self.store.clear(number, space, out)
+            count += self._emptied(number, out)
         out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self._answer_durably(session, m.Done(request.id, count), now_s, out)
+
+    def _void(self, number: int, out: list[Action]) -> None:
+        """Leave no byte of a namespace's pages here."""
+        self.store.wipe_when_free(self.store.slots_of(number))
+        self.tiers.erase(number, None, self._erasures.begin(has_tiers=self.tiers.any), out)
+        self._emptied(number, out, erases=True)
+        out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
+
+    def _emptied(self, number: int, out: list[Action], *, erases: bool = False) -> int:
+        """Void the pages of a namespace that stays; their number."""
+        self.sharding.fetches.clear(number, self.store.now_s, out)
+        for session in self.sessions.values():  # a slot reserved before the clear may hold old bytes
+            self.writes.drop_namespace(session, number, out)
+        space = self.namespaces.clear(number)
+        count = self.tiers.clear(number, space, out)
+        return count + self.store.clear(number, space, out, erases=erases)
 
     def _answer_durably(
         self, session: Session, reply: m.Reply, now_s: float, out: list[Action], *, voids: bool = False
@@ -502,7 +518,10 @@ class NodeState:
         self.tiers.erase(number, sorted(keys), self._erasures.begin(has_tiers=self.tiers.any), out)
         there |= {self.store.key_of(slot) for slot in found if self.store.state(slot) == COMMITTED}
         self.store.drop([slot for slot in found if self.store.state(slot) == COMMITTED], out)
-        self._erasures.answer(session.connection, m.Done(request.id, len(there)), now_s, out)
+        if request.away is not None:
+            self.administration.void_at(number, request.away, out)
+        done, voids = m.Done(request.id, len(there)), bool(request.away)
+        self._erasures.answer(session.connection, done, now_s, out, voids=voids)
 
     # --- for people who look
 

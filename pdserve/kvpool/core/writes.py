@@ -81,6 +81,7 @@ class Writes:
         self._in_tier = in_tier
         self._gives_way = gives_way
         self._receives: dict[int, Reservation] = {}  # by tag
+        self._whole: list[tuple[Session, Reservation, PendingCommit]] = []  # received, to be committed
         self._timed: deque[tuple[float, int]] = deque()  # (until, slot) in quarantine, without a session
         self.commits = 0
         self.commits_refused = 0
@@ -250,11 +251,13 @@ class Writes:
                 self._writer_stopped(session, slot, sequence, out)
         self._end(session, list(ended.values()), writer_stopped=True, out=out)
 
-    def received(self, session: Session | None, tag: int, ok: bool, now_s: float, out: list[Action]) -> bool:
-        """A transfer ended. False when it was not a receive. `session` is None when the client is gone."""
+    def received(self, session: Session | None, tag: int, ok: bool, out: list[Action]) -> None:
+        """A transfer ended; one that was not a receive is passed over. `session` is None when the client is
+        gone. `commit_received` follows.
+        """
         reservation = self._receives.pop(tag, None)
         if reservation is None:
-            return False
+            return
         reservation.tag = NO_TRANSFER
         if session is not None:
             session.end_transfer(tag)
@@ -263,18 +266,27 @@ class Writes:
                 del session.quarantined[reservation.slot]
                 session.reserved_bytes -= reservation.slot_bytes
             self._store.give_back([reservation.slot], out)
-            return True
+            return
         assert session is not None, "a reservation without a session is quarantined"
         if not ok:
             self.receives_failed += 1
             self._end(session, [reservation], writer_stopped=True, out=out)
         elif reservation.commit is not None:
             self._forget(session, reservation)
-            if self._commit([reservation.slot], [reservation.checksum], now_s, out):
-                self._wait_for_owner(reservation.slot, reservation.commit, reservation.place, now_s)
+            self._whole.append((session, reservation, reservation.commit))
+
+    def commit_received(self, now_s: float, out: list[Action]) -> None:
+        """Commit the pages that have been received and whose Commit waits for that."""
+        if not self._whole:
+            return
+        whole, self._whole = self._whole, []
+        slots, checksums = [one.slot for _, one, _ in whole], [one.checksum for _, one, _ in whole]
+        elsewhere = self._commit(slots, checksums, now_s, out)
+        for session, reservation, pending in whole:
+            if reservation.slot in elsewhere:
+                self._wait_for_owner(reservation.slot, pending, reservation.place, now_s)
             else:
                 self._resolve(session, reservation, True, out)
-        return True
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
         due = []

@@ -3,14 +3,19 @@
 Any node may change a record, and news may arrive in any order, twice, or late. So records form a semilattice:
 `join` is commutative, associative and idempotent (Shapiro et al., "Conflict-free Replicated Data Types",
 2011). Of two records of one name the larger (version, dropped, encoding) wins as a whole; only the generation
-is the larger of both. A drop raises the generation, and nothing lowers it. Pages of a smaller generation are
-void, even if another change of the namespace wins over the drop. A version is the clock's millisecond of the
-change, or the one after the version before where the clock is behind.
+is the larger of both, and `voided` has the later time for each node. A drop raises the generation, and
+nothing lowers it. Pages of a smaller generation are void, even if another change of the namespace wins over
+the drop. A version is the clock's millisecond of the change, or the one after the version before where the
+clock is behind.
 
 **Tombstones.** The record of a dropped namespace stays, without its geometry: a node that was away must learn
 of the drop. It keeps its settings, so that a protected name does not become an unprotected one. A tombstone
 that is not protected is forgotten after `FORGET_MS`, or when there are `MAX_TOMBSTONES` newer ones. A node
 that was away for longer brings nothing back: it starts without its namespaces (catalog.py).
+
+**Erased pages.** Single pages that are erased leave no tombstones, of which there would be many. Instead a
+node that was away then voids all that it has of the namespace. `voided` says who was, as long as tombstones
+are kept: nodes by name, and `EVERYBODY` for those whose end is so long ago that nobody remembers them.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceS
 
 DAY_MS: Final = 24 * 3600 * 1000
 FORGET_MS: Final = 30 * DAY_MS
+EVERYBODY: Final = ""
 DROPS_A_DAY: Final = 1024  # of one name, on the average of the time that its tombstone is kept
 MAX_TOMBSTONES: Final = 4096  # that are not protected
 MAX_NAMESPACES = 1024  # without tombstones
@@ -54,11 +60,16 @@ def join(one: NamespaceRecord, other: NamespaceRecord) -> NamespaceRecord:
     """The record on which two nodes agree that have these records of one name."""
     newer = max(one, other, key=_order)
     generation = max(one.generation, other.generation)
-    return newer if newer.generation == generation else msgspec.structs.replace(newer, generation=generation)
+    voided = dict(one.voided)
+    for node, at_ms in other.voided.items():
+        voided[node] = max(at_ms, voided.get(node, 0))
+    if newer.generation == generation and newer.voided == voided:
+        return newer
+    return msgspec.structs.replace(newer, generation=generation, voided=voided)
 
 
 def _order(record: NamespaceRecord) -> tuple[int, bool, bytes]:
-    encoding = _encoder.encode(msgspec.structs.replace(record, generation=0))
+    encoding = _encoder.encode(msgspec.structs.replace(record, generation=0, voided={}))
     return record.version, record.dropped, encoding
 
 
@@ -153,6 +164,11 @@ class Registry:
         """The tombstone of a record. It changes nothing yet."""
         generation = record.generation + 1
         return self.changed(record, generation=generation, geometry={}, dropped=True, replaced_by=replaced_by)
+
+    def voided(self, record: NamespaceRecord, away: Iterable[str]) -> NamespaceRecord:
+        """The record, once pages of it were erased that these nodes may have. It changes nothing yet."""
+        known = {node: at_ms for node, at_ms in record.voided.items() if at_ms > self.now_ms - FORGET_MS}
+        return self.changed(record, voided=known | dict.fromkeys((EVERYBODY, *away), self.now_ms))
 
     def tenants_of(self, model: str) -> list[NamespaceRecord]:
         """The records of a namespace's tenants that are not dropped."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import groupby
+from operator import attrgetter
 from typing import TypeAlias
 
 from pdserve.errors import PdserveError
 from pdserve.extras import is_installed
-from pdserve.kvpool.core.events import CancelTransfers, Event, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.core.events import (
+    Event,
+    TransferAction,
+    TransferDone,
+    TransfersDone,
+    failures,
+)
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.tcp.server import TcpServer
 from pdserve.kvpool.node.ucx.server import UcxServer
@@ -41,7 +49,7 @@ class DataPaths:
         self._feed = feed
         self.ucx = UcxServer(
             memory,
-            feed,
+            self._ended,
             lost,
             port=config.ucx.port,
             options=config.ucx.settings,
@@ -49,7 +57,7 @@ class DataPaths:
         )
         self.tcp = TcpServer(
             memory,
-            feed,
+            self._ended,
             lost,
             hosts=_hosts(config.listen),
             port=config.tcp.port,
@@ -58,6 +66,7 @@ class DataPaths:
         )
         self._tcp_problem: str | None = "it has not been started"
         self._paths: dict[int, DataPathName] = {}  # of the connections that have a data path here
+        self.queued: list[TransferAction] = []
 
     def prepare(self, *, ucx_was_used: bool) -> None:
         """The node is ready. What other hosts will need is made ready at once."""
@@ -90,16 +99,26 @@ class DataPaths:
         self.ucx.close(connection)  # also when `open` returns after the client has gone
         self.tcp.close(connection)
 
-    def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        """Carry out an action for a client that has a data connection, or had one."""
-        path = self._paths.get(action.connection)
-        if path == "ucx":
-            self.ucx.perform(action)
-        elif path is not None:
-            self.tcp.perform(action)
-        elif not isinstance(action, CancelTransfers):
-            failed = TransferDone(action.connection, action.tag, False)
-            asyncio.get_running_loop().call_soon(self._feed, failed)
+    def perform(self, action: TransferAction) -> None:
+        """An action for a client that has a data connection, or had one. `flush` carries it out."""
+        self.queued.append(action)
+
+    def flush(self) -> None:
+        """Have the threads carry out what is queued: before an answer is sent, since a client may begin to
+        send as soon as it has it.
+        """
+        queued, self.queued = self.queued, []
+        for connection, actions in groupby(queued, attrgetter("connection")):
+            path, own = self._paths.get(connection), list(actions)
+            if path == "ucx":
+                self.ucx.perform(connection, own)
+            elif path is not None:
+                self.tcp.perform(connection, own)
+            else:
+                asyncio.get_running_loop().call_soon(self._ended, failures(own))
+
+    def _ended(self, done: list[TransferDone]) -> None:
+        self._feed(TransfersDone(done))
 
     def stop(self) -> None:
         """End all data connections. When it returns, nothing touches the arena any more. Idempotent."""

@@ -27,12 +27,12 @@ class Inbox(Generic[T]):
         """For polling: it is readable when there is something to take, or the thread is to end."""
         return self._wake
 
-    def give(self, item: T) -> bool:
-        """False: the thread has ended."""
+    def give(self, *items: T) -> bool:
+        """At least one. False: the thread has ended."""
         with self._lock:
             if self.ended:
                 return False
-            self._items.append(item)
+            self._items += items
             self._signal()
         return True
 

@@ -71,7 +71,7 @@ from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
-from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import DEAD, NamespaceRecord, Upgrade
 from pdserve.kvpool.protocol.messages import (
     Clear,
     DataPathName,
@@ -296,6 +296,8 @@ class PoolNode:
         try:
             for action in self.state.handle(event, self._loop.time()):
                 acts[type(action)](action)
+            if self.data_paths.queued:
+                self.data_paths.flush()
             if self._timer is None or self.state.next_deadline_s < self._timer_at_s:
                 self._schedule()
         except Exception as error:  # boundary: of the decisions; ends a connection or the process
@@ -408,6 +410,8 @@ class PoolNode:
         if action.connection == LOCAL:
             self.local.answered(action.message)
             return
+        if self.data_paths.queued:
+            self.data_paths.flush()
         self.serving.answered(action.connection, action.message)
         self._reply(action.connection, action.message)
 
@@ -500,6 +504,8 @@ class PoolNode:
         route = self._routes.get(type(message))
         if not self.upgrader.admits(message):
             return
+        if isinstance(message, Erase):
+            message = self._with_away(connection, message)
         if isinstance(message, Clear | Discard | Erase | DropNamespace) and self._is_for_all(
             connection, message
         ):
@@ -522,6 +528,14 @@ class PoolNode:
             return message.name.startswith(MARK) or bool(split(message.name)[1])
         damaged = isinstance(message, Discard) and message.sequences
         return message.namespace in self.state.namespaces and not damaged
+
+    def _with_away(self, connection: ClientConnection, message: Erase) -> Erase:
+        """What a client wants erased, with the nodes that cannot be told of it now."""
+        session = self.state.sessions.get(connection.number)
+        if session is None or session.peer:
+            return replace(message, away=None)
+        members = self.gossip.cluster.state.members
+        return replace(message, away=[member.node for member in members if member.status == DEAD])
 
     def _drop_everywhere(self, connection: ClientConnection, message: Dropping) -> None:
         self.questions.drop(connection.number, message)

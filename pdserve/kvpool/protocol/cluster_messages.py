@@ -6,10 +6,9 @@ as those of messages.py; pages go from node to node by a client's messages.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
 
 from pdserve.kvpool.protocol.base import Message, NodeAddress
 from pdserve.sizes import Size
@@ -29,61 +28,34 @@ class NamespaceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     digests of the tokens that clients send. Encoded by names, without what is as its default.
     """
 
-    media: Annotated[
-        Media,
-        Meta(description="Media of its pages; `dram+ssd`: memory, and the tiers below it for cold pages."),
-    ] = "dram+ssd"
-    policy: Annotated[
-        str,
-        Meta(
-            description="Order of eviction: lru, lfu, fifo, arc or ttl; keep: nothing is evicted, and writes "
-            "beyond the memory are refused."
-        ),
-    ] = "lru"
-    ttl_s: Annotated[
-        float,
-        Meta(
-            description="Lifetime of a page after its write; such pages are not written to tiers. 0: "
-            "unlimited."
-        ),
-    ] = 0.0
-    quota_bytes: Annotated[
-        Size,
-        Meta(
-            description="Most memory on each node, including pages that are being written, like `4GiB`; "
-            "0: no limit."
-        ),
-    ] = 0
-    tier_quota_bytes: Annotated[
-        Size, Meta(description="Most bytes in the tiers on each node, like `4GiB`; 0: no limit.")
-    ] = 0
-    tenant_quota_bytes: Annotated[
-        Size,
-        Meta(
-            description="As quota_bytes, for each tenant of the namespace that has no quota of its own "
-            "(`pdserve pool ns set NAMESPACE#TENANT quota_bytes=4GiB`)."
-        ),
-    ] = 0
-    tenant_tier_quota_bytes: Annotated[
-        Size, Meta(description="As tier_quota_bytes, for each tenant that has none of its own.")
-    ] = 0
-    operations_s: Annotated[
-        float,
-        Meta(description="Keys requested per second on each node; further requests wait. 0: no limit."),
-    ] = 0.0
-    bytes_s: Annotated[
-        Size, Meta(description="Bytes read and written per second on each node, like `2GB`; 0: no limit.")
-    ] = 0
-    weight: Annotated[
-        float, Meta(description="Share of a busy node, relative to the weights of other namespaces.")
-    ] = 1.0
-    copies: Annotated[
-        int,
-        Meta(
-            description="Nodes that hold each page. With 2 or more the namespace survives the loss of a "
-            "node's memory, and takes so much more."
-        ),
-    ] = 1
+    media: Media = "dram+ssd"
+    """Media of its pages; `dram+ssd`: memory, and the tiers below it for cold pages."""
+    policy: str = "lru"
+    """Order of eviction: lru, lfu, fifo, arc or ttl; keep: nothing is evicted, and writes beyond the memory
+    are refused.
+    """
+    ttl_s: float = 0.0
+    """Lifetime of a page after its write; such pages are not written to tiers. 0: unlimited."""
+    quota_bytes: Size = 0
+    """Most memory on each node, including pages that are being written, like `4GiB`; 0: no limit."""
+    tier_quota_bytes: Size = 0
+    """Most bytes in the tiers on each node, like `4GiB`; 0: no limit."""
+    tenant_quota_bytes: Size = 0
+    """As quota_bytes, for each tenant of the namespace that has no quota of its own (`pdserve pool ns set
+    NAMESPACE#TENANT quota_bytes=4GiB`).
+    """
+    tenant_tier_quota_bytes: Size = 0
+    """As tier_quota_bytes, for each tenant that has none of its own."""
+    operations_s: float = 0.0
+    """Keys requested per second on each node; further requests wait. 0: no limit."""
+    bytes_s: Size = 0
+    """Bytes read and written per second on each node, like `2GB`; 0: no limit."""
+    weight: float = 1.0
+    """Share of a busy node, relative to the weights of other namespaces."""
+    copies: int = 1
+    """Nodes that hold each page. With 2 or more the namespace survives the loss of a node's memory, and takes
+    so much more.
+    """
     read_token: str = ""
     write_token: str = ""
     admin_token: str = ""
@@ -95,7 +67,8 @@ class NamespaceRecord(Message, tag=97, frozen=True):
 
     `generation` grows when the namespace is dropped: pages of an older generation are void. `geometry` is
     empty until the first worker opens the namespace. `replaced_by` names the revision that took its place;
-    opening the old one is refused.
+    opening the old one is refused. `voided`: when, in the clock's milliseconds, single pages were erased that
+    these nodes may have: what they had before is void. `registry.EVERYBODY` are all that did not run then.
     """
 
     name: str
@@ -105,6 +78,7 @@ class NamespaceRecord(Message, tag=97, frozen=True):
     settings: NamespaceSettings = NamespaceSettings()
     dropped: bool = False
     replaced_by: str = ""
+    voided: dict[str, int] = {}
 
 
 class Member(Message, tag=98, frozen=True):

@@ -55,7 +55,7 @@ def pages_a_message(page_bytes: int) -> int:
     return max(1, min(MAX_PAGES, MAX_BATCH_BYTES // max(1, page_bytes)))
 
 
-# "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
+# "none": a connection that moves no pages; it asks (exists, wait, status)
 DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "none"]
 DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
 
@@ -382,12 +382,14 @@ class Clear(Message, tag=25, frozen=True):
 
 class Erase(Message, tag=43, frozen=True):
     """Drop these pages, those that are being written too, and overwrite their bytes in memory and tiers.
-    Answered with Done when nothing of them is left on this node, or with a Fault `not_erased`.
+    Answered with Done when nothing of them is left on this node, or with a Fault `not_erased`. `away`: the
+    nodes that cannot be told now, as the client's node says to itself.
     """
 
     id: int
     namespace: int
     keys: list[bytes]
+    away: list[str] | None = None
 
 
 class Ping(Message, tag=26, frozen=True):

@@ -13,11 +13,10 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.extras import needed_by
@@ -63,10 +62,10 @@ class StoredPage(msgspec.Struct, frozen=True, gc=False):
 class CodecOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of tiers that can store pages in another form."""
 
-    compression: Annotated[Literal["", "zstd"], Meta(description="Lossless compression of pages.")] = ""
-    keys: Annotated[str, Meta(description="File with the keys that encrypt pages. Empty: not encrypted.")] = (
-        ""
-    )
+    compression: Literal["", "zstd"] = ""
+    """Lossless compression of pages."""
+    keys: str = ""
+    """File with the keys that encrypt pages. Empty: not encrypted."""
 
 
 class PageCodec:

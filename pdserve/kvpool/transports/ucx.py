@@ -59,10 +59,10 @@ _FEW_SEGMENTS: Final = {"TCP_TX_BUFS_GROW": "2", "TCP_RX_BUFS_GROW": "1"}
 # only afterwards. A connect that does not block is completed in `progress`, where errors are handled, and a
 # peer that does not answer cannot stop the node's event loop.
 _CONNECT_IN_PROGRESS: Final = {"TCP_CONN_NB": "y"}
-# TCP alone does without rendezvous: pages stream one after the other instead of all at once, and nobody waits
-# for a handshake (+20 % on batches, -20 µs on one page). Receivers post their receives before they progress,
-# so nothing is buffered on the way. InfiniBand keeps rendezvous, which makes its transfers zero-copy.
-_NO_RENDEZVOUS: Final = {"RNDV_THRESH": "inf"}
+# Larger messages are announced, and fetched by their receiver. UCX never ends a receive of a message that
+# comes by itself, in parts, when its sender is gone: its worker would stay, with 4 MB and its descriptors.
+# UCXX sets a variable to the same value where it is imported first.
+_RENDEZVOUS: Final = {"RNDV_THRESH": "8k"}
 
 
 def ucx_options(overrides: Mapping[str, str]) -> dict[str, str]:
@@ -79,9 +79,8 @@ def ucx_options(overrides: Mapping[str, str]) -> dict[str, str]:
         **_TCP_SEGMENTS,
         **_FEW_SEGMENTS,
         **_CONNECT_IN_PROGRESS,
+        **_RENDEZVOUS,
     }
-    if not has_infiniband:
-        options |= _NO_RENDEZVOUS
     options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
     return {**options, **overrides}
 
@@ -302,6 +301,7 @@ class UcxLink:
                 self._worker.progress()
             ending.clear()
             self._worker.progress()  # drops requests that completed in the last step
+            self._drop_unreceived()
         except (self._api.UCXError, RuntimeError) as error:
             logger.warning("closing a UCX connection: %s", error)
         for operation in operations:
@@ -312,6 +312,15 @@ class UcxLink:
         self._endpoint = self._loop_endpoint = None
         self._listener = None
         self._worker = None
+
+    def _drop_unreceived(self) -> None:
+        """Take all messages without a receive out of the worker, whose memory ends with it.
+
+        For each of them UCXX would take memory of the length that the sender says, and wait without a
+        deadline until it is whole: never, once its endpoint is closed. So it only warns, on the terminal.
+        """
+        while self._worker.tag_probe(self._api.UCXXTag(0), self._api.UCXXTagMask(0), remove=True).matched:
+            pass
 
     def _close(self, endpoint: Any) -> None:
         """Close the endpoint by force, so that the worker can be destroyed afterwards.

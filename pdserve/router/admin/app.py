@@ -7,7 +7,7 @@ POST   /workers/HOST:PORT/drain    give a worker no new requests
 POST   /workers/HOST:PORT/undrain  give it new requests again
 POST   /models/M/update_weights_from_disk   new weights for all workers of model M
 GET    /tenants                    limits and use of each tenant, and its bytes in the pool
-POST   /pages/erase                {"tenant": T}, perhaps with "request": BODY: erase its pages, or a prompt's
+POST   /pages/erase                {"tenant": T}, perhaps with "session": S or "request": BODY: erase pages
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
 GET    /live/                      the live page; a browser asks for the key as a password
@@ -132,7 +132,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
 
     @app.post("/pages/erase")
     async def erase(request: fastapi.Request) -> dict[str, Any]:
-        """Erase the pages of a tenant, or of a prompt, in all tiers and copies on all nodes."""
+        """Erase the pages of a tenant, a session or a prompt, in all tiers and copies on all nodes."""
         return await pages.erase(await request.body())
 
     @app.post("/reload")

@@ -1,7 +1,11 @@
-"""Tenants' pages in the pool: how many bytes, and their end. The workers ask the pool (`decode/erase.py`).
+"""Pages of tenants and sessions in the pool: how many bytes, and their end. The workers ask the pool
+(`decode/erase.py`).
 
 An erasure goes to all workers at once: each empties its own caches, and then has all nodes of the pool erase
 the pages. The last one to do so finds none, so what a worker was still storing is erased as well.
+
+Of a session each worker erases what its requests made there. The session table says which workers these were
+and since which turn, so that a worker that is gone, or has forgotten turns, is told as a problem.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from pdserve.router.app.router import Router
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.tls import UpstreamError
+from pdserve.router.sessions.keys import SessionKey, named
+from pdserve.router.sessions.table import SessionEntry, digest
 from pdserve.router.tenants.rights import salt_line
 
 TENANTS: Final = "/pool/tenants"
@@ -37,14 +43,17 @@ class _Held(msgspec.Struct):
 class _Erased(msgspec.Struct):
     pages: dict[str, int]
     problems: dict[str, str]
+    turn: int = 0
 
 
 class Erasing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /pages/erase`. `request`: the body of a generation, whose prompt's pages are meant; else
-    all pages of the tenant. `model`: of one model; empty: of all.
+    """Body of `POST /pages/erase`. `request`: the body of a generation, whose prompt's pages are meant;
+    `session`: the name that a client gives its session; else all pages of the tenant. `model`: of one model;
+    empty: of all.
     """
 
     tenant: str = ""
+    session: str = ""
     model: str = ""
     request: msgspec.Raw = msgspec.Raw(b"")
 
@@ -85,21 +94,43 @@ class Pages:
         except UNREADABLE as error:
             raise RequestError(400, str(error)) from None
         cache, by_prompt = self._cache(asked.tenant), bool(bytes(asked.request))
-        if not by_prompt and not asked.tenant:
-            raise RequestError(400, "Name a tenant or a request.", param="tenant")
-        if not by_prompt and cache == SHARED:
+        whole = not by_prompt and not asked.session
+        if not asked.tenant and (whole or (asked.session and self._router.gate.tenants.has_keys)):
+            raise RequestError(400, "Name a tenant, or a request.", param="tenant")
+        if by_prompt and asked.session:
+            raise RequestError(400, "Name a session or a request, not both.", param="session")
+        if whole and cache == SHARED:
             raise RequestError(
-                409, "This tenant shares its cache with others: name a request.", param="tenant"
+                409, "This tenant shares its cache with others: name a session or a request.", param="tenant"
             )
         workers = self._workers(asked.model)
         if not workers:
             raise RequestError(404, "No worker of the pool is known.", code="model_not_found")
+        lines, sent = _JSON, msgspec.json.encode({"tenant": cache})
         if by_prompt:
             lines, sent = _JSON + salt_line(msgspec.Raw(b""), cache), bytes(asked.request)
-        else:
-            lines, sent = _JSON, msgspec.json.encode({"tenant": cache})
+        elif asked.session:
+            sent = msgspec.json.encode({"session": digest(self._key(asked, "").name)})
         answers = await asyncio.gather(*(self._erase(one, lines, sent) for one in workers))
-        return _told(zip(workers, answers, strict=True))
+        told = list(zip(workers, answers, strict=True))
+        if not asked.session:
+            return _told(told, {})
+        turns = self._turns(asked)
+        if not turns and not any(erased.turn for erased in answers):
+            raise RequestError(404, "Nobody knows this session.", param="session")
+        return _told(told, _gaps(turns, told)) | {"turns": sum(one.turns for one in turns)}
+
+    def _key(self, asked: Erasing, model: str) -> SessionKey:
+        key = named(asked.session).of_model(model)
+        return key.within(asked.tenant) if self._router.gate.tenants.has_keys else key
+
+    def _turns(self, asked: Erasing) -> list[SessionEntry]:
+        """The last turn of a session, for each model that has served it."""
+        fleet = self._router.fleet
+        served = [*fleet.tasks, *(f"{m}:{one}" for m, names in fleet.adapters.items() for one in names)]
+        table, now_s = self._router.proxy.placer.sessions, asyncio.get_running_loop().time()
+        found = [table.get(self._key(asked, one), now_s) for one in served if asked.model in ("", one)]
+        return [entry for entry in found if entry is not None]
 
     def _cache(self, tenant: str) -> str:
         known = self._router.gate.tenants.get(tenant)
@@ -143,10 +174,23 @@ class Pages:
         return said.body
 
 
-def _told(answers: Iterable[tuple[Worker, _Erased]]) -> dict[str, Any]:
+def _gaps(turns: Sequence[SessionEntry], answers: Iterable[tuple[Worker, _Erased]]) -> dict[str, str]:
+    """What is not known of a session's pages."""
+    if not turns:
+        return {"session": "the router has forgotten it, or has restarted since: workers may be missing"}
+    first = {worker.info.info_tag: erased.turn for worker, erased in answers if worker.info is not None}
+    computed = [one for entry in turns for one in entry.workers]
+    gaps = [turn for tag, turn in computed if not 0 < first.get(tag, 0) <= turn]
+    if not gaps:
+        return {}
+    text = "computed since turn %d at a worker that is gone, or does not know all of its pages any more"
+    return {"session": text % min(gaps)}
+
+
+def _told(answers: Iterable[tuple[Worker, _Erased]], gaps: dict[str, str]) -> dict[str, Any]:
     """Of each node the largest count that a worker was told: the first one to come found the pages."""
     pages: dict[str, int] = {}
-    problems: dict[str, str] = {}
+    problems = dict(gaps)
     for worker, erased in answers:
         for node, count in erased.pages.items():
             pages[node] = max(count, pages.get(node, 0))

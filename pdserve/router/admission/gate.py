@@ -20,15 +20,16 @@ from typing import TypeVar
 from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.metric import Labels
-from pdserve.router.admission.queue import FairQueue, State, Ticket
-from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
+from pdserve.router.admission.queue import FairQueue, Lane, State, Ticket
+from pdserve.router.admission.start_by import CODE, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import OTHERS
-from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models, Snapshot
+from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models
 from pdserve.router.metrics.stats import Histogram
+from pdserve.router.native.slots import copied
 from pdserve.router.request.request import Request
-from pdserve.router.request.token_usage import Meter
+from pdserve.router.request.token_usage import ONE_ANSWER, Meter
 from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
 from pdserve.router.tenants.tenant import Tenants, TenantState
 from pdserve.security.failed_logins import FailedLogins
@@ -159,69 +160,63 @@ class Gate:
         """A slot is not used after all."""
         self._wake(self.queue.leave(ticket, self._loop.time()))
 
-    def arrive(self, request: Request, tenant: TenantState, snapshot: Snapshot | None = None) -> Ticket:
-        """A request has come that is to run as soon as it may: now, or after `wait`, as its ticket says. Each
-        request that runs must `leave`. `snapshot`: the workers of its model now, where they are known. Raises
-        TooManyError if its tenant is over a rate.
+    def start(self, request: Request, tenant: TenantState, slots: int, now_s: float) -> bool:
+        """Let a request that has come run, where nobody waits and nothing keeps it from that; it must `leave`
+        then. False: it must `enter`. `slots`: those of its model now.
         """
-        facts, settings, now_s = request.facts, self._admission, self._loop.time()
-        if tenant.requests is not None or tenant.tokens is not None:
-            tenant.take(facts.charged_tokens, now_s, facts.answers)
-        head_start_s = settings.head_start_s(facts.urgency) if facts.urgency else 0.0
-        left_s, wait_s = self._worker_wait_s - request.outage_s, settings.queue_s
-        model = request.model
-        if not HEADERS.isdisjoint(request.fields):
-            try:
-                wait_s = min(wait_s, self._time_to_begin(request, tenant))
-            except BaseException:
-                tenant.settle(facts.charged_tokens, 0, 0, now_s)
-                raise
-            head_start_s += settings.queue_s - wait_s  # so the queue's order is that of deadlines
-        ticket = Ticket(tenant, model, now_s, now_s + wait_s, head_start_s, left_s)
-        if snapshot is None or settings.running_per_worker:
-            slots = self._slots(model, now_s)
+        if tenant.has_rates or not request.is_plain:
+            return False
+        lane = self.queue.start(request.model, tenant, slots)
+        if lane is None:
+            return False
+        request.lane, request.entered_s = lane, now_s
+        tenant.use.requests += 1
+        facts = request.facts
+        if facts.choices == facts.prompts == 1:
+            request.meter = meter = copied(ONE_ANSWER[request.path])
+            meter.charged_tokens = facts.charged_tokens
         else:
-            slots = snapshot.slots
-        changed = self.queue.arrive(ticket, slots, now_s)
-        if self._waiters:
-            self._wake(changed)
-        if ticket.state is State.RUNNING:
-            tenant.use.requests += 1
-            request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
+            request.meter = _meter(request)
+        return True
+
+    async def enter(self, request: Request, tenant: TenantState, held: Ticket | None = None) -> None:
+        """Wait until a request that has come may run; it must `leave` then. `held`: the slot from `hold`,
+        which is used or released. Raises RequestError: 429 if its tenant is over a rate, if it waits too long
+        or too many do, 503 if its model has no worker for too long.
+        """
+        facts, now_s = request.facts, self._loop.time()
+        if held is not None and held.lane != request.model:
+            self.release(held)
+            held = None
+        try:
+            tenant.take(facts.charged_tokens, now_s, facts.answers)
+        except BaseException:
+            if held is not None:
+                self.release(held)
+            raise
+        if held is None:
+            try:
+                held = self._arrive(request, tenant, now_s)
+                await self._wait_for_slot(request, held)
+            except BaseException:  # refused, or the client left
+                tenant.settle(facts.charged_tokens, 0, 0, self._loop.time())
+                raise
+        self._entered(request, tenant, self.queue.lane(held), held.started_s)
+
+    def _arrive(self, request: Request, tenant: TenantState, now_s: float) -> Ticket:
+        facts, settings = request.facts, self._admission
+        head_start_s = settings.head_start_s(facts.urgency) if facts.urgency else 0.0
+        wait_s = min(settings.queue_s, self._time_to_begin(request, tenant))
+        head_start_s += settings.queue_s - wait_s  # so the queue's order is that of deadlines
+        left_s = self._worker_wait_s - request.outage_s
+        ticket = Ticket(tenant, request.model, now_s, now_s + wait_s, head_start_s, left_s)
+        self._wake(self.queue.arrive(ticket, self._slots(request.model, now_s), now_s))
         return ticket
 
-    async def wait(self, request: Request, ticket: Ticket) -> None:
-        """Until a request that has come may run. Raises RequestError: 429 if it waits too long or too many
-        do, 503 if its model has no worker for too long.
-        """
-        try:
-            await self._wait_for_slot(request, ticket)
-        except BaseException:  # refused, or the client left
-            ticket.tenant.settle(request.facts.charged_tokens, 0, 0, self._loop.time())
-            raise
-        self._entered(request, ticket.tenant)
-
-    async def enter(self, request: Request, held: Ticket) -> Ticket:
-        """As `arrive` and `wait`, with the slot from `hold`."""
-        tenant, facts = held.tenant, request.facts
-        if held.lane != request.model:
-            self.release(held)
-            ticket = self.arrive(request, tenant)
-            if ticket.state is not State.RUNNING:
-                await self.wait(request, ticket)
-            return ticket
-        try:
-            tenant.take(facts.charged_tokens, self._loop.time(), facts.answers)
-        except BaseException:
-            self.release(held)
-            raise
-        self._entered(request, tenant)
-        return held
-
-    def _entered(self, request: Request, tenant: TenantState) -> None:
-        facts = request.facts
+    def _entered(self, request: Request, tenant: TenantState, lane: Lane, now_s: float) -> None:
+        request.lane, request.entered_s = lane, now_s
         tenant.use.requests += 1
-        request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
+        request.meter = _meter(request)
 
     def _time_to_begin(self, request: Request, tenant: TenantState) -> float:
         """How long the call may still wait, as its client says. Raises RequestError: 400, or 429 if it cannot
@@ -273,28 +268,33 @@ class Gate:
             self.release(ticket)
             raise
 
-    def leave(self, request: Request, ticket: Ticket) -> None:
-        """A call that entered is over: charge what it used, and let a waiting call run."""
-        meter, now_s, tenant = request.meter, self._loop.time(), ticket.tenant
+    def leave(self, request: Request) -> None:
+        """A request that ran is over: charge what it used, and let a waiting one run."""
+        meter, now_s, tenant, lane = request.meter, self._loop.time(), request.tenant, request.lane
+        assert meter is not None
+        assert tenant is not None
+        assert lane is not None
         try:
-            assert meter is not None
-            # what workers say counts as far as it can be: a worker's lie must not lock a tenant out
+            request.used = request.used_tokens()
             prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
             if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
-                marks = meter.marks
-                prompt, output = (marks is not None and marks.used) or meter.total(request.is_stream)
-                context, facts = self._fleet.longest_context.get(request.model), request.facts
-                if not context or context > MAX_CONTEXT:
-                    context = MAX_CONTEXT
-                if prompt > context * facts.prompts:
-                    prompt = min(prompt, max(len(request.body), context * facts.prompts))
-                if output > context * facts.answers:
-                    output = context * facts.answers
+                prompt, output = request.used
+                context = self._fleet.longest_context.get(request.model) or MAX_CONTEXT
+                if prompt > context or output > context or context > MAX_CONTEXT:
+                    prompt, output = self._credible(request, prompt, output)
             tenant.settle(meter.charged_tokens, prompt, output, now_s)
         finally:  # a slot that is not given back is lost for good
-            changed = self.queue.leave(ticket, now_s)
-            if self._waiters:
+            changed = self.queue.end(lane, tenant, request.entered_s, now_s)
+            if changed:
                 self._wake(changed)
+
+    def _credible(self, request: Request, prompt: int, output: int) -> tuple[int, int]:
+        """What workers say counts as far as it can be: a worker's lie must not lock a tenant out."""
+        facts = request.facts
+        context = min(self._fleet.longest_context.get(request.model) or MAX_CONTEXT, MAX_CONTEXT)
+        if prompt > context * facts.prompts:
+            prompt = min(prompt, max(len(request.body), context * facts.prompts))
+        return prompt, min(output, context * facts.answers)
 
     def _fill_waiting(self) -> None:
         if self._waiters:
@@ -315,9 +315,7 @@ class Gate:
     def _slots(self, model: str, now_s: float) -> int:
         if model == ANY:
             return UNKNOWN_SLOTS if self._fleet.tasks else 0
-        snapshot = self._fleet.snapshot(model, now_s)
-        workers = len(snapshot.decode) + len(snapshot.direct_decode)
-        return self._admission.running_per_worker * workers or snapshot.slots
+        return self._fleet.snapshot(model, now_s).slots
 
     async def _wait(self, ticket: Ticket) -> None:
         self._waiters[ticket] = waiter = self._loop.create_future()
@@ -354,6 +352,11 @@ class Gate:
         self._wake(self.queue.expire(self._loop.time()))
         self.fill()
         self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None
+
+
+def _meter(request: Request) -> Meter:
+    facts = request.facts
+    return Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
 
 
 def gate_metrics(gate: Gate) -> dict[str, dict[Labels, int]]:

@@ -9,7 +9,7 @@ workers together; placement decides which worker gets how many. Within a lane:
 - A free slot goes to the waiting tenant with the fewest running requests for its weight. With enough load
   each tenant gets its weight's share of the slots, however many requests it sends (weighted max-min
   fairness). Equal tenants take turns by weight (stride scheduling, Waldspurger 1995), so that they also
-  share a single slot over time.
+  share a single slot over time. Turns are counted while requests wait; what runs then are the first ones.
 - The queue of each lane is bounded, so a flooded model takes nothing from the others. In a full queue the
   tenant with most waiting requests for its weight loses the last one of its queue, which may be the request
   that just came. A tenant that floods the queue cannot keep the others out of it.
@@ -17,8 +17,8 @@ workers together; placement decides which worker gets how many. Within a lane:
 - A lane without slots has no worker that is ready. Its requests wait for one in the same order. That time has
   a limit of its own, `worker_wait_s`, and puts off the deadline.
 
-Each ticket is in one state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the
-caller to wake.
+A request that runs at once needs no ticket: its lane counts it (`start`, `end`). Each ticket is in one
+state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the caller to wake.
 
     NEW -> RUNNING -> OVER
     NEW -> WAITING -> RUNNING | REFUSED | OVER (its client left)
@@ -30,6 +30,7 @@ from __future__ import annotations
 import enum
 import math
 from bisect import insort_right
+from collections import defaultdict
 from operator import attrgetter
 
 from pdserve.router.tenants.tenant import TenantState
@@ -53,18 +54,9 @@ class Ticket:
     """One request's place."""
 
     __slots__ = (
-        "arrived_s",
-        "counts_from_s",
-        "deadline_s",
-        "is_without_worker",
-        "lane",
-        "number",
-        "outage_before_s",
-        "started_s",
-        "state",
-        "tenant",
-        "worker_wait_s",
-    )
+        "arrived_s", "counts_from_s", "deadline_s", "is_without_worker", "lane", "number", "outage_before_s",
+        "started_s", "state", "tenant", "worker_wait_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -85,7 +77,7 @@ class Ticket:
         self.worker_wait_s = worker_wait_s
         """A ticket is refused when its lane has had no slots for so long while it waited."""
         self.outage_before_s = 0.0
-        """`_Lane.outage_s` when it came."""
+        """`Lane.outage_s` when it came."""
         self.is_without_worker = False
         """It was refused in a lane without slots."""
         self.started_s = 0.0
@@ -96,21 +88,13 @@ class Ticket:
         return f"Ticket({self.tenant.name} {self.number} {self.state.name})"
 
 
-class _Lane:
-    """The slots of one model. Tenants have an entry while they run or wait there."""
+class Lane:
+    """The slots of one model."""
 
     __slots__ = (
-        "outage_since_s",
-        "past_outages_s",
-        "queues",
-        "running",
-        "running_of",
-        "service_s",
-        "slots",
-        "turn",
-        "turn_of",
-        "waiting",
-    )
+        "outage_since_s", "past_outages_s", "queues", "running", "running_of", "service_s", "slots", "turn",
+        "turn_of", "waiting",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.slots = 0
@@ -118,7 +102,7 @@ class _Lane:
         """Since when there are no slots; not a number while there are some."""
         self.past_outages_s = 0.0
         self.running = 0
-        self.running_of: dict[TenantState, int] = {}
+        self.running_of: defaultdict[TenantState, int] = defaultdict(int)
         self.queues: dict[TenantState, list[Ticket]] = {}
         self.waiting = 0
         self.service_s = 1.0
@@ -126,7 +110,7 @@ class _Lane:
         self.turn = 0.0
         """The highest turn that was taken."""
         self.turn_of: dict[TenantState, float] = {}
-        """A tenant's next turn. A tenant that was away does not catch up."""
+        """A tenant's next turn, while requests wait. A tenant that was away does not catch up."""
 
     def resize(self, slots: int, now_s: float) -> None:
         """The number of slots is now this one."""
@@ -177,10 +161,43 @@ class FairQueue:
 
     def __init__(self, queue_length: int) -> None:
         self.queue_length = queue_length
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._numbers = 0
         self.waiting = 0
         """Tickets WAITING, of all lanes."""
+
+    def start(self, name: str, tenant: TenantState, slots: int) -> Lane | None:
+        """Count a request of the tenant as running, where nobody waits and nothing keeps it from that; it
+        must `end`. None: it needs a ticket. `slots`: those of its lane now.
+        """
+        lane = self._lanes.get(name)
+        if lane is None or lane.slots != slots or lane.running >= slots or lane.waiting:
+            return None
+        if tenant.limits.concurrency and not tenant.is_free:
+            return None
+        lane.running += 1
+        lane.running_of[tenant] += 1
+        tenant.running += 1
+        return lane
+
+    def lane(self, ticket: Ticket) -> Lane:
+        """The lane of a ticket that has arrived."""
+        return self._lanes[ticket.lane]
+
+    def end(self, lane: Lane, tenant: TenantState, started_s: float, now_s: float) -> list[Ticket]:
+        """A request that ran in the lane is over."""
+        lane.running -= 1
+        lane.running_of[tenant] -= 1
+        tenant.running -= 1
+        lane.service_s += _SMOOTHING * (now_s - started_s - lane.service_s)
+        return self._start_others(lane, tenant, now_s) if self.waiting else []
+
+    def _start_others(self, lane: Lane, tenant: TenantState, now_s: float) -> list[Ticket]:
+        started = self._fill(lane, now_s)
+        if tenant.limits.concurrency and tenant.waiting:
+            for other in self._lanes.values():  # its own limit may have held it back in another lane
+                started += self._fill(other, now_s)
+        return started
 
     def arrive(self, ticket: Ticket, slots: int, now_s: float) -> list[Ticket]:
         """A NEW ticket; `slots`: those of its lane now."""
@@ -188,13 +205,12 @@ class FairQueue:
         ticket.number = self._numbers
         lane = self._lanes.get(ticket.lane)
         if lane is None:
-            lane = self._lanes[ticket.lane] = _Lane()
+            lane = self._lanes[ticket.lane] = Lane()
         if lane.slots != slots or not slots:
             lane.resize(slots, now_s)
-        ticket.outage_before_s = lane.past_outages_s if slots else lane.outage_s(now_s)
+        ticket.outage_before_s = lane.outage_s(now_s)
         tenant = ticket.tenant
-        is_free = not tenant.limits.concurrency or tenant.is_free
-        if lane.running < slots and is_free and tenant not in lane.queues:
+        if lane.running < slots and tenant.is_free and tenant not in lane.queues:
             self._start(lane, ticket, now_s)
             return [ticket]
         changed: list[Ticket] = []
@@ -203,6 +219,9 @@ class FairQueue:
             if not changed:
                 ticket.state, ticket.is_without_worker = State.REFUSED, not slots
                 return [ticket]
+        if not lane.waiting:
+            running = lane.running_of.items()
+            lane.turn_of = {one: lane.turn + count / one.limits.weight for one, count in running}
         ticket.state = State.WAITING
         _put(lane.queues.setdefault(tenant, []), ticket)
         tenant.waiting += 1
@@ -213,32 +232,12 @@ class FairQueue:
     def leave(self, ticket: Ticket, now_s: float) -> list[Ticket]:
         """A ticket's request is over, in any state and however it ended."""
         lane = self._lanes.get(ticket.lane)
-        if lane is None or ticket.state not in (State.RUNNING, State.WAITING):
-            ticket.state = State.OVER
-            return []
-        if ticket.state is State.WAITING:
+        state, ticket.state = ticket.state, State.OVER
+        if lane is not None and state is State.RUNNING:
+            return self.end(lane, ticket.tenant, ticket.started_s, now_s)
+        if lane is not None and state is State.WAITING:
             self._take_out(lane, ticket)
-            ticket.state = State.OVER
-            return []
-        ticket.state = State.OVER
-        tenant = ticket.tenant
-        lane.running -= 1
-        tenant.running -= 1
-        left = lane.running_of[tenant] - 1
-        if left:
-            lane.running_of[tenant] = left
-        else:
-            del lane.running_of[tenant]
-        lane.service_s += _SMOOTHING * (now_s - ticket.started_s - lane.service_s)
-        if not self.waiting:
-            return []
-        started = self._fill(lane, now_s)
-        if (
-            tenant.limits.concurrency and tenant.waiting
-        ):  # its own limit may have held it back in another lane
-            for other in self._lanes.values():
-                started += self._fill(other, now_s)
-        return started
+        return []
 
     def resize(self, name: str, slots: int, now_s: float) -> list[Ticket]:
         """Change a lane's number of slots. Running requests stay."""
@@ -283,27 +282,26 @@ class FairQueue:
         """Lanes with waiting tickets."""
         return [name for name, lane in self._lanes.items() if lane.queues]
 
-    def _start(self, lane: _Lane, ticket: Ticket, now_s: float) -> None:
+    def _start(self, lane: Lane, ticket: Ticket, now_s: float) -> None:
         tenant = ticket.tenant
         ticket.state = State.RUNNING
         ticket.started_s = now_s
         lane.running += 1
-        lane.running_of[tenant] = lane.running_of.get(tenant, 0) + 1
-        turn = lane.turn_of.get(tenant, 0.0)
-        if turn > lane.turn:
-            lane.turn = turn
-        lane.turn_of[tenant] = lane.turn + 1.0 / tenant.limits.weight
+        lane.running_of[tenant] += 1
         tenant.running += 1
+        if lane.waiting:
+            lane.turn = max(lane.turn, lane.turn_of.get(tenant, 0.0))
+            lane.turn_of[tenant] = lane.turn + 1.0 / tenant.limits.weight
 
-    def _fill(self, lane: _Lane, now_s: float) -> list[Ticket]:
+    def _fill(self, lane: Lane, now_s: float) -> list[Ticket]:
         started = []
         while lane.running < lane.slots and (ticket := lane.next()) is not None:
-            self._take_out(lane, ticket)
             self._start(lane, ticket, now_s)
+            self._take_out(lane, ticket)
             started.append(ticket)
         return started
 
-    def _make_room(self, lane: _Lane, ticket: Ticket) -> list[Ticket]:
+    def _make_room(self, lane: Lane, ticket: Ticket) -> list[Ticket]:
         """Refuse the last ticket of the tenant that waits most. If that is the newcomer's own tenant, it is
         the newcomer, unless that stands before the last one.
         """
@@ -325,7 +323,7 @@ class FairQueue:
         self._take_out(lane, ticket)
         ticket.state, ticket.is_without_worker = State.REFUSED, not lane.slots
 
-    def _take_out(self, lane: _Lane, ticket: Ticket) -> None:
+    def _take_out(self, lane: Lane, ticket: Ticket) -> None:
         queue = lane.queues[ticket.tenant]
         if queue[0] is ticket:
             del queue[0]
@@ -343,6 +341,6 @@ class FairQueue:
         for lane in self._lanes.values():
             assert lane.waiting == sum(map(len, lane.queues.values())) <= self.queue_length
             assert lane.running == sum(lane.running_of.values())
-            assert all(lane.running_of.values())
+            assert min(lane.running_of.values(), default=0) >= 0
             assert all(lane.queues.values())
             assert lane.running >= lane.slots or lane.next() is None, "a slot is free while a ticket waits"

@@ -95,62 +95,50 @@ class _Layer:
                 if self._coder.eof:
                     data, self._coder = self._coder.unused_data, None
 
-    def _decoded(self, data: bytes) -> Iterator[bytes]:
+    def _decoded(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Raises RequestError (400)."""
-        try:
-            yield from _pieces(self._coder, data)
-        except _broken():
-            raise RequestError(400, f"The request body is not valid {self._name}.") from None
+        coder = self._coder
+        while True:
+            try:
+                decoded = coder.decompress(data, PIECE_BYTES)
+            except zlib.error:
+                raise RequestError(400, f"The request body is not valid {self._name}.") from None
+            if decoded:
+                yield decoded
+            data = coder.unconsumed_tail
+            if coder.eof or not (data or len(decoded) == PIECE_BYTES):  # some may wait inside the decoder
+                return
 
     def end(self) -> None:
         if self._coder is not None or self._begin or not self._members:
             raise RequestError(400, f"The {self._name} body breaks off before its end.")
 
 
-def _pieces(coder: Any, data: bytes) -> Iterator[bytes]:
-    if isinstance(coder, _Zstd):
-        yield from coder.decode(data)
-        return
-    while True:
-        decoded = coder.decompress(data, PIECE_BYTES)
-        if decoded:
-            yield decoded
-        data = coder.unconsumed_tail
-        if coder.eof or not (data or len(decoded) == PIECE_BYTES):  # some may wait inside the decoder
-            return
-
-
 class _Zstd:
-    """One frame of zstd."""
+    """One frame of zstd, decoded as zlib's objects do it."""
 
     def __init__(self) -> None:
         import zstandard
 
+        self._error = zstandard.ZstdError
         self._coder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
         self.unused_data = b""
+        self.unconsumed_tail: bytes | memoryview = b""
 
     @property
     def eof(self) -> bool:
         return bool(self._coder.eof)
 
-    def decode(self, data: bytes) -> Iterator[bytes]:
-        for at in range(0, len(data), _ZSTD_INPUT_BYTES):
-            decoded = self._coder.decompress(data[at : at + _ZSTD_INPUT_BYTES])
-            if self._coder.eof:
-                self.unused_data = self._coder.unused_data + data[at + _ZSTD_INPUT_BYTES :]
-            if decoded:
-                yield decoded
-            if self._coder.eof:
-                return
-
-
-def _broken() -> tuple[type[Exception], ...]:
-    """What decoders raise."""
-    if not _HAS_ZSTD:
-        return (zlib.error,)
-    import zstandard
-
-    return zlib.error, zstandard.ZstdError
+    def decompress(self, data: bytes | memoryview, _: int) -> bytes:
+        given = memoryview(data)[:_ZSTD_INPUT_BYTES]
+        try:
+            decoded: bytes = self._coder.decompress(given)
+        except self._error as error:
+            raise zlib.error(str(error)) from None
+        self.unconsumed_tail = memoryview(data)[len(given) :]
+        if self.eof:
+            self.unused_data = self._coder.unused_data + bytes(self.unconsumed_tail)
+        return decoded
 
 
 def _gzip(_: bytes) -> Any:

@@ -44,6 +44,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Bytes in each piece that says the output's tokens."""
     prompt: re.Pattern[bytes]
     output: re.Pattern[bytes]
+    prompt_mark: bytes = b""
+    """With which `prompt` begins, where an answer says it once for each prompt. Empty: it is a sum."""
     is_list: bool = False
     """The prompt's group may be numbers with commas between them. A part of such an answer can lack some."""
 
@@ -55,6 +57,7 @@ def usage_under(prompt: str, output: str) -> Usage:
         b'"%b":' % output.encode(),
         re.compile((number % prompt).encode()),
         re.compile((number % output).encode()),
+        b'"%b":' % prompt.encode(),
     )
 
 
@@ -69,7 +72,9 @@ _ANTHROPIC_USAGE: Final = Usage(
 _COUNTED: Final = Usage(
     b'"input_tokens":', re.compile(rb'"input_tokens":\s*(\d{1,15})\b'), re.compile(rb"(?!)")
 )
-_TOKENIZED: Final = Usage(b'"count":', re.compile(rb'"count":\s*\[?([\d,\s]+)'), re.compile(rb"(?!)"), True)
+_TOKENIZED: Final = Usage(
+    b'"count":', re.compile(rb'"count":\s*\[?([\d,\s]+)'), re.compile(rb"(?!)"), is_list=True
+)
 """`/tokenize` says how many tokens a text has, or each text of a list. It has no output."""
 
 _LOOKED_UP: Final = Usage(
@@ -89,6 +94,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     summary: str
     target: bytes = b""
     """`path` as it stands in a request."""
+    prefill_target: bytes = b""
+    """That of a prefill worker for it."""
     task: Task | None = None
     """What a model must be able to do. `any`: the worker says whether it can. None: every model can, and the
     request computes no prompt.
@@ -130,8 +137,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_prefillable: bool = False
     """A prefill worker can compute the prompt (`/pd/prefill`)."""
 
+    is_usual: bool = False
+    """Its requests are understood by their prompt alone, where nothing else is said."""
+
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "target", self.path.encode("ascii"))
+        prefill_target = b"/pd/prefill?endpoint=" + self.target
+        msgspec.structs.force_setattr(self, "prefill_target", prefill_target)
+        is_usual = self.is_resumable and self.task == "generate" and not self.preamble_fields
+        msgspec.structs.force_setattr(self, "is_usual", is_usual)
 
 
 _TOKENIZE: Final = Endpoint(

@@ -135,6 +135,7 @@ _MEDIA_NAMES: Final = b'image_url"', b'video_url"', b'audio_url"', b'input_audio
 """What is looked for first, since it takes a tenth of the time."""
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _MESSAGES = memoryview(b'[{"')
+CHAT_FIELDS: Final = ("input_ids", "messages")
 """The beginning of messages, as nearly all write them."""
 _OBJECTS = re.compile(rb"\s*\[\s*\{")
 _HALF = re.compile(
@@ -220,13 +221,19 @@ def estimate_prompt_tokens(prompt_json: bytes, *, may_be_media: bool = True) -> 
     return size // (BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN)
 
 
-def measure_prompt(prompt_json: bytes, *, may_be_media: bool) -> tuple[bool, int]:
-    """Whether the prompt is a list of prompts, also of a single one, and an estimate of its tokens."""
-    is_text = memoryview(prompt_json)[:3] == _MESSAGES  # messages, as nearly all are written
-    several = not is_text and has_several_prompts(prompt_json)
-    if is_text and not may_be_media:
-        return several, len(prompt_json) // BYTES_PER_TOKEN
-    return several, estimate_prompt_tokens(prompt_json, may_be_media=may_be_media)
+def read_prompt(
+    view: RequestView, fields: tuple[str, ...], *, may_be_media: bool
+) -> tuple[msgspec.Raw, bool, int]:
+    """The prompt, see `RequestView.prompt_json`; whether it is a list of prompts, also of a single one; and
+    an estimate of its tokens.
+    """
+    said = view.messages
+    if said and not view.input_ids and fields == CHAT_FIELDS and memoryview(said)[:3] == _MESSAGES:
+        if may_be_media:  # messages, as nearly all are written
+            return said, False, estimate_prompt_tokens(said)
+        return said, False, len(said) // BYTES_PER_TOKEN
+    said = view.prompt_json(fields)
+    return said, has_several_prompts(said), estimate_prompt_tokens(said, may_be_media=may_be_media)
 
 
 def _inline_media_bytes(text: bytes) -> int:

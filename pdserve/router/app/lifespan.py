@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 from pdserve.router.admission.gate import Gate
 from pdserve.router.app.router import Router
 from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.discovery import DnsDiscovery, EtcdDiscovery, dns_names
+from pdserve.router.fleet.discovery import discovered
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.http.tls import WorkerTls
@@ -34,44 +34,33 @@ async def open_router(
     """A running router: connections, probes, application. `tracer` replaces the configured one. Raises
     ConfigError, StartupError; `first` says whether for workers that do not fit together.
     """
-    tracer = tracer or open_tracer(config.tracing, "pdserve-router")
+    token, tls = cluster_token(config.access), WorkerTls(config.tls)
     fleet, stats = Fleet.from_config(config), Stats()
-    token = cluster_token(config.access)
-    gate = Gate(config, fleet)
-    tls = WorkerTls(config.tls)
-    upstream = Upstream(config.limits, token, tls)
-    prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
-    discovery = _discovery(config, fleet, token)
-    trace_file = TraceFile(Path(config.trace.file)) if config.trace.file else None
-    tasks: list[asyncio.Task[None]] = []
-    try:
+    async with AsyncExitStack() as stack:
+        if tracer := tracer or open_tracer(config.tracing, "pdserve-router"):
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
+        trace_file = TraceFile(Path(config.trace.file)) if config.trace.file else None
+        if trace_file is not None:
+            stack.push_async_callback(asyncio.to_thread, trace_file.close)
+        upstream = stack.enter_context(closing(Upstream(config.limits, token, tls)))
+        gate = stack.enter_context(closing(Gate(config, fleet)))
+        prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
+        stack.push_async_callback(prober.close)
+        follow = await stack.enter_async_context(discovered(config, fleet, token))
         router = Router(config, fleet, gate, upstream, stats, make_app, tracer, trace_file)
-        if discovery is not None:
-            await discovery.first()
-            tasks.append(asyncio.create_task(_keep_running("discovery", discovery.run, stats)))
+        tasks: list[asyncio.Task[None]] = []
+        stack.push_async_callback(_end, tasks)
+        if follow is not None:
+            tasks.append(asyncio.create_task(_keep_running("discovery", follow, stats)))
         await prober.first_round(first)
         tasks.append(asyncio.create_task(_keep_running("probes", prober.run, stats)))
         yield router
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if discovery is not None:
-            await discovery.close()
-        await prober.close()
-        gate.close()
-        upstream.close()
-        if trace_file is not None:
-            await asyncio.to_thread(trace_file.close)
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
 
 
-def _discovery(config: RouterConfig, fleet: Fleet, token: str) -> DnsDiscovery | EtcdDiscovery | None:
-    """Who names workers besides the configuration; None: nobody. Raises ConfigError."""
-    if names := dns_names(config):
-        return DnsDiscovery(names, fleet)
-    return EtcdDiscovery(config.etcd, fleet, token) if config.etcd.endpoints else None
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _keep_running(name: str, run: Callable[[], Awaitable[None]], stats: Stats) -> None:

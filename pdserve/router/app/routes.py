@@ -1,17 +1,11 @@
-"""The ordinary routes: models, health, metrics, documentation, errors, and what one worker answers.
+"""The ordinary routes: models, health, metrics, the API's documentation, and what one worker answers.
 
-The published OpenAPI document: FastAPI's own, and the endpoints that bypass FastAPI.
+The published OpenAPI document is FastAPI's own, and the endpoints that bypass FastAPI. Bodies and answers of
+these are free-form: the router passes them on, and OpenAI, Anthropic and SGLang describe them.
 
-Bodies and answers of these are free-form: the router passes them on, and what is in them is described by
-OpenAI, Anthropic and SGLang.
-
-Ordinary routes that one worker answers: what SGLang says of itself, stored responses.
-
-None of them is on the way of a token, so their answers are read whole. They wait in no queue. So each counts
-as a request of its tenant, and a tenant has a few of them at once: else one could take all connections to the
-workers.
-
-The ordinary routes: models, health, metrics, the API's documentation.
+What SGLang says of itself and stored responses come from one worker. None of them is on the way of a token,
+so their answers are read whole. They wait in no queue. So each counts as a request of its tenant, and a
+tenant has a few of them at once: else one could take all connections to the workers.
 """
 
 from __future__ import annotations

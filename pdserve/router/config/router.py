@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -18,7 +19,6 @@ from pdserve.router.config.tenants import OTHERS, SHARED, Access, Admin, Admissi
 from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
-Mode = Literal["disagg", "agg"]
 MAX_ALIAS_CHARS: Final = 256
 
 
@@ -30,136 +30,79 @@ def base_of(model: str) -> str:
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The router. With decode or elastic workers its mode is `disagg`, with aggregated ones alone `agg`."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
-    ] = 8000
-    prefill: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Base URLs of the prefill workers, `http://HOST:PORT`. In all lists, "
-            "`dns+http://NAME:PORT` stands for all addresses of the name, looked up every 5 s."
-        ),
-    ] = ()
-    decode: Annotated[tuple[str, ...], Meta(description="Base URLs of the decode workers.")] = ()
-    agg: Annotated[
-        tuple[str, ...],
-        Meta(description="Base URLs of aggregated workers; beside decode workers they are the fallback."),
-    ] = ()
-    elastic: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Base URLs of elastic workers: for each request the router decides which of them "
-            "prefills and which decodes."
-        ),
-    ] = ()
-    models: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Names of the expected models; a worker of another model is refused. Empty: all "
-            "models of the workers."
-        ),
-    ] = ()
-    default_model: Annotated[
-        str,
-        Meta(
-            description="Model of requests that name none. Empty: the only served model; if there are "
-            "several, the answer is 400."
-        ),
-    ] = ""
-    prefill_policy: Annotated[
-        str,
-        Meta(
-            description="Picks the prefill worker: affinity, cache_aware, load_aware, power_of_two, "
-            "least_loaded, round_robin, or one added by entry point."
-        ),
-    ] = "least_loaded"
-    decode_policy: Annotated[
-        str, Meta(description="Picks the decode or aggregated worker; same choices as prefill_policy.")
-    ] = "affinity"
-    handoff: Annotated[
-        Literal["auto", "pool", "direct"],
-        Meta(
-            description="How a prompt's KV gets to a decode worker, where there are workers of both ways. "
-            "auto: by request, see placement.pool_from_tokens; direct, pool: so wherever it is possible."
-        ),
-    ] = "auto"
-    prefill_endpoints: Annotated[
-        tuple[PrefillPath, ...],
-        Meta(description="Endpoints whose requests go through the prefill stage."),
-    ] = PREFILLABLE
-    min_prefill_tokens: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none "
-            "skips it. It adapts to the workers' queues.",
-        ),
-    ] = 256
-    pull_ahead_tokens: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="From this number of uncached tokens (estimated) on, the decode worker pulls a "
-            "prompt's pages while prefill still computes; 0: never.",
-        ),
-    ] = 4096
-    continue_streams: Annotated[
-        Literal["deterministic", "always", "never"],
-        Meta(
-            description="Which streams another decode worker continues if theirs is lost. deterministic: "
-            "greedy without grammar, and seeded if the workers run with "
-            "--enable-deterministic-inference; always: sampled streams too."
-        ),
-    ] = "deterministic"
-    keep_nonces: Annotated[
-        bool,
-        Meta(
-            description="Pass on the line that Claude Code begins its system prompt with and that changes "
-            "with each request, so that no request finds a page of the one before."
-        ),
-    ] = False
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Number of router processes that share the port. Metrics are added up and "
-            "tenants' limits are shared; each process has its own queue.",
-        ),
-    ] = 1
-    insecure: Annotated[
-        bool,
-        Meta(description="Serve other hosts without API keys: all who reach the port use the models."),
-    ] = False
-    client_keepalive_s: Annotated[
-        float, Meta(gt=0, description="An idle client connection is closed after this long.")
-    ] = 75.0
-    stop_notice_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="On SIGTERM, `/ready` says 503 for this long before new connections are refused: the "
-            "interval of a load balancer's checks.",
-        ),
-    ] = 1.0
-    stop_grace_s: Annotated[
-        float, Meta(ge=0, description="Time that running requests have to finish after SIGTERM.")
-    ] = 30.0
-    access_log: Annotated[
-        bool,
-        Meta(
-            description="Log a line for each request: tenant, model, workers, status, times and tokens. It "
-            "holds no prompt, answer or key."
-        ),
-    ] = False
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"],
-        Meta(description="text: lines for people; json: one object per line with the same facts."),
-    ] = "text"
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    prefill: tuple[str, ...] = ()
+    """Base URLs of the prefill workers, `http://HOST:PORT`. In all lists, `dns+http://NAME:PORT` stands for
+    all addresses of the name, looked up every 5 s.
+    """
+    decode: tuple[str, ...] = ()
+    """Base URLs of the decode workers."""
+    agg: tuple[str, ...] = ()
+    """Base URLs of aggregated workers; beside decode workers they are the fallback."""
+    elastic: tuple[str, ...] = ()
+    """Base URLs of elastic workers: for each request the router decides which of them prefills and which
+    decodes.
+    """
+    models: tuple[str, ...] = ()
+    """Names of the expected models; a worker of another model is refused. Empty: all models of the workers.
+    """
+    default_model: str = ""
+    """Model of requests that name none. Empty: the only served model; if there are several, the answer is
+    400.
+    """
+    prefill_policy: str = "least_loaded"
+    """Picks the prefill worker: affinity, cache_aware, load_aware, power_of_two, least_loaded, round_robin,
+    or one added by entry point.
+    """
+    decode_policy: str = "affinity"
+    """Picks the decode or aggregated worker; same choices as prefill_policy."""
+    handoff: Literal["auto", "pool", "direct"] = "auto"
+    """How a prompt's KV gets to a decode worker, where there are workers of both ways. auto: by request, see
+    placement.pool_from_tokens; direct, pool: so wherever it is possible.
+    """
+    prefill_endpoints: tuple[PrefillPath, ...] = PREFILLABLE
+    """Endpoints whose requests go through the prefill stage."""
+    min_prefill_tokens: Annotated[int, Meta(ge=0)] = 256
+    """A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none skips it. It adapts to
+    the workers' queues.
+    """
+    pull_ahead_tokens: Annotated[int, Meta(ge=0)] = 4096
+    """From this number of uncached tokens (estimated) on, the decode worker pulls a prompt's pages while
+    prefill still computes; 0: never.
+    """
+    continue_streams: Literal["deterministic", "always", "never"] = "deterministic"
+    """Which streams another decode worker continues if theirs is lost. deterministic: greedy without grammar,
+    and seeded if the workers run with --enable-deterministic-inference; always: sampled streams too.
+    """
+    keep_nonces: bool = False
+    """Pass on the line that Claude Code begins its system prompt with and that changes with each request, so
+    that no request finds a page of the one before.
+    """
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of router processes that share the port. Metrics are added up and tenants' limits are shared;
+    each process has its own queue.
+    """
+    insecure: bool = False
+    """Serve other hosts without API keys: all who reach the port use the models."""
+    client_keepalive_s: Annotated[float, Meta(gt=0)] = 75.0
+    """An idle client connection is closed after this long."""
+    stop_notice_s: Annotated[float, Meta(ge=0)] = 1.0
+    """On SIGTERM, `/ready` says 503 for this long before new connections are refused: the interval of a load
+    balancer's checks.
+    """
+    stop_grace_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Time that running requests have to finish after SIGTERM."""
+    access_log: bool = False
+    """Log a line for each request: tenant, model, workers, status, times and tokens. It holds no prompt,
+    answer or key.
+    """
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """text: lines for people; json: one object per line with the same facts."""
     deadlines: Deadlines = Deadlines()
     session: Session = Session()
     placement: PlacementSettings = PlacementSettings()
@@ -167,16 +110,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limits: Limits = Limits()
     probe: Probe = Probe()
     access: Access = Access()
-    tls: Annotated[
-        TlsConfig, Meta(description="Certificates for workers. With `ca` their URLs are `https`.")
-    ] = TlsConfig()
+    tls: TlsConfig = TlsConfig()
+    """Certificates for workers. With `ca` their URLs are `https`."""
     admission: Admission = Admission()
     tenants: tuple[Tenant, ...] = ()
     redis: RedisSettings = RedisSettings()
-    aliases: Annotated[
-        dict[str, str],
-        Meta(description="Names for clients, each with the model, or BASE:ADAPTER, that it stands for."),
-    ] = {}
+    aliases: dict[str, str] = {}
+    """Names for clients, each with the model, or BASE:ADAPTER, that it stands for."""
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
     tracing: Tracing = Tracing()
@@ -184,7 +124,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
-        listed = [*self.prefill, *self.decode, *self.agg, *self.elastic]
+        listed = self.listed
         seen = [
             parse_dns_name(url, "http")[1:] if is_dns_name(url) else parse_base_url(url) for url in listed
         ]
@@ -208,14 +148,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     @property
+    def listed(self) -> tuple[str, ...]:
+        """Base URLs, and names for DNS, of workers of all roles."""
+        return (*self.prefill, *self.decode, *self.agg, *self.elastic)
+
+    @property
     def tenant_defaults(self) -> TenantLimits:
         """Of tenants that have no table of their own."""
         return next((tenant for tenant in self.tenants if tenant.name == OTHERS), TenantLimits())
 
     def check_workers(self) -> None:
         """Raises ConfigError where no way leads to a worker: a file is empty while it is written anew."""
-        listed = self.decode or self.agg or self.elastic
-        if not (listed or self.has_discovery) and self.admin.port is None:
+        if not (self.decode or self.agg or self.elastic or self.has_discovery) and self.admin.port is None:
             raise ConfigError(
                 "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
                 "etcd.endpoints"
@@ -230,7 +174,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not model or (self.models and not {model, base_of(model)} & set(self.models)):
                 raise ValueError(f"alias {alias} stands for {model!r}, which is none of 'models'")
 
-    def _check_tls(self, urls: list[str]) -> None:
+    def _check_tls(self, urls: Sequence[str]) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:
             raise ValueError(
                 "tls.certificate is shown to workers, which needs tls.ca; that of the public port is "
@@ -254,9 +198,4 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def _has_dns_names(self) -> bool:
-        return any(map(is_dns_name, (*self.prefill, *self.decode, *self.agg, *self.elastic)))
-
-    @property
-    def mode(self) -> Mode:
-        """`disagg` if there are decode or elastic workers."""
-        return "disagg" if self.decode or self.elastic else "agg"
+        return any(map(is_dns_name, self.listed))

@@ -16,10 +16,12 @@ etcd: the fleet follows the workers' keys.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pdserve.discovery.config import WORKERS, WorkerEtcdConfig
+from pdserve.discovery.config import WORKERS
 from pdserve.discovery.dns import (
     DnsName,
     DnsWatch,
@@ -31,9 +33,8 @@ from pdserve.discovery.dns import (
 )
 from pdserve.errors import PoolError
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import ROLES, Role, Source, Worker
+from pdserve.router.fleet.worker import ROLES, Role, Source
 
 if TYPE_CHECKING:
     from pdserve.discovery.etcd import EtcdMember
@@ -51,33 +52,16 @@ class FoundWorkers:
 
     def follow(self, named: Iterable[tuple[str, str]]) -> None:
         """Make the fleet's members of this source those that it names now, by role and base URL."""
-        joined, left = self._fleet.members.sync(self._source, self._usable(named))
+        joined, left, problems = self._fleet.members.sync(self._source, {url: role for role, url in named})
         for worker in joined:
             logger.info("%s worker %s: %s knows of it", worker.role, worker.id, self._source)
         for worker in left:
             logger.info(
                 "%s worker %s has left: %s no longer knows of it", worker.role, worker.id, self._source
             )
-
-    def _usable(self, named: Iterable[tuple[str, str]]) -> dict[str, Role]:
-        """Base URL → role, without workers that the fleet would refuse. A bad name must not block others."""
-        usable: dict[str, Role] = {}
-        for role, url in named:
-            if role not in ROLES:
-                self._say(f"{url} is named as {role!r}, and no worker is that")
-                continue
-            try:
-                worker = Worker(role, url)
-                self._fleet.members.check(self._source, worker)
-                usable[url] = role
-            except (ValueError, FleetError) as error:
-                self._say(str(error))
-        return usable
-
-    def _say(self, problem: str) -> None:
-        if problem not in self._said:
-            self._said.add(problem)
+        for problem in set(problems) - self._said:
             logger.warning("%s: %s", self._source, problem)
+        self._said = set(problems)
 
 
 def dns_names(config: RouterConfig) -> dict[DnsName, Role]:
@@ -90,65 +74,52 @@ def dns_names(config: RouterConfig) -> dict[DnsName, Role]:
     }
 
 
-class DnsDiscovery:
-    """Keeps the fleet's members of source `dns` equal to the addresses of some names."""
-
-    def __init__(
-        self, names: Mapping[DnsName, Role], fleet: Fleet, resolve: Resolve = resolve_by_system
-    ) -> None:
-        self._names = names
-        self._workers = FoundWorkers("dns", fleet)
-        self._watch = DnsWatch(names, self._changed, resolve)
-
-    async def first(self) -> None:
-        """Look the names up once. If DNS does not answer, log a warning."""
-        await self._watch.look()
-
-    async def run(self) -> None:
-        """Follow the names until cancelled. Can be called again after a failure."""
-        await self._watch.run()
-
-    async def close(self) -> None:
-        """Leave the lookups in progress; after `run` was cancelled."""
-        self._watch.close()
-
-    def _changed(self, found: Mapping[DnsName, Sequence[str]]) -> None:
-        self._workers.follow(
-            (self._names[name], f"http://{host_port(address, name.port)}")
-            for name, addresses in found.items()
-            for address in addresses
-        )
+Follow = Callable[[], Awaitable[None]]
+"""Follows a source until cancelled. It can be called again after a failure."""
 
 
-class EtcdDiscovery:
-    """Keeps the fleet's members of source `etcd` equal to the keys in etcd."""
+@asynccontextmanager
+async def discovered(
+    config: RouterConfig, fleet: Fleet, cluster_token: str, resolve: Resolve = resolve_by_system
+) -> AsyncIterator[Follow | None]:
+    """Has asked once who names workers besides the configuration; if that does not answer, a warning is
+    logged. Yields what follows it from then on, to be cancelled before the end; None: nobody names workers.
 
-    def __init__(self, config: WorkerEtcdConfig, fleet: Fleet, cluster_token: str) -> None:
-        """Connects at the first request. Workers without the cluster token are passed over.
-
-        Raises ConfigError for a configuration that cannot be used.
-        """
+    Workers in etcd without the cluster token are passed over. Raises ConfigError.
+    """
+    if names := dns_names(config):
+        watch = DnsWatch(names, partial(_found_by_dns, names, FoundWorkers("dns", fleet)), resolve)
+        await watch.look()
+        try:
+            yield watch.run
+        finally:
+            watch.close()
+    elif config.etcd.endpoints:
         from pdserve.discovery.etcd import EtcdMembership  # a client of HTTP, which others do without
 
-        self._workers = FoundWorkers("etcd", fleet)
-        self._membership = EtcdMembership(
-            config, config.cluster, None, self._found, kind=WORKERS, secret=cluster_token
-        )
-
-    async def first(self) -> None:
-        """Read all keys once. If etcd does not answer, log a warning."""
+        etcd, found = config.etcd, partial(_found_in_etcd, FoundWorkers("etcd", fleet))
+        membership = EtcdMembership(etcd, etcd.cluster, None, found, kind=WORKERS, secret=cluster_token)
         try:
-            self._found(await self._membership.nodes())
+            found(await membership.nodes())
         except PoolError as error:
             logger.warning("etcd does not tell of workers yet: %s", error)
+        try:
+            yield membership.run
+        finally:
+            await membership.close()
+    else:
+        yield None
 
-    async def run(self) -> None:
-        """Follow the keys until cancelled. Can be called again after a failure."""
-        await self._membership.run()
 
-    async def close(self) -> None:
-        """Close the connections to etcd; after `run` was cancelled."""
-        await self._membership.close()
+def _found_by_dns(
+    roles: Mapping[DnsName, Role], workers: FoundWorkers, found: Mapping[DnsName, Sequence[str]]
+) -> None:
+    workers.follow(
+        (roles[name], f"http://{host_port(address, name.port)}")
+        for name, addresses in found.items()
+        for address in addresses
+    )
 
-    def _found(self, members: list[EtcdMember]) -> None:
-        self._workers.follow((member.node.partition("/")[0], member.address) for member in members)
+
+def _found_in_etcd(workers: FoundWorkers, members: list[EtcdMember]) -> None:
+    workers.follow((member.node.partition("/")[0], member.address) for member in members)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Final, NamedTuple
 
 import msgspec
@@ -62,6 +62,10 @@ class _Ready(msgspec.Struct):
 
 
 _ready_decoder = msgspec.json.Decoder(_Ready)
+
+
+class _NotReadyError(Exception):
+    """The worker has answered, and cannot be used; the text says why."""
 
 
 def _ready_in(answer: bytes) -> _Ready:
@@ -184,45 +188,73 @@ class Prober:
 
     async def _ask(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
         """The worker's info if it is ready. None if not; then the fleet has been told."""
+        fleet, config = self._fleet, self._config
         try:
-            if worker.ready and worker.lacks("info") and not asks_info:
-                return await self._ask_foreign(worker, asks_info=False)
-            status, answer = await self._get(worker, "/pd/ready")
-            if status == 404:
-                return await self._ask_foreign(worker, asks_info=True)
-            said = _ready_in(answer)
-            if said.draining:
-                self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
-                if self._fleet.on_probe_stopping(worker):
-                    logger.info("%s worker %s stops: it finishes what it has", worker.role, worker.id)
-                return None
-            if status != 200:
-                self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
-                return None
-            self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
-            is_new = worker.info is not None and said.info_tag not in ("", worker.info.info_tag)
-            if not worker.ready or worker.stopping or worker.refused or asks_info or is_new:
-                return await self._ask_info(worker)
+            return await self._answer(worker, asks_info=asks_info)
+        except _NotReadyError as error:
+            went_down, what = fleet.on_probe_not_ready(worker), str(error)
         except UpstreamError as error:
-            self._not_answered(worker, error)
-            return None
+            if error.kind == "busy":  # a fault of this machine says nothing
+                went_down, what = False, f"cannot be probed: {error}"
+            elif error.is_down:  # a closed port, or a wrong URL
+                went_down, what = fleet.on_probe_not_ready(worker), f"cannot be reached: {error}"
+            else:
+                went_down = fleet.on_probe_unanswered(worker, config.failures_to_down)
+                what = f"does not answer probes: {error}"
         except TimeoutError:
-            went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
-            self._lost(worker, went, f"does not answer probes within {self._config.timeout_s:g} s")
-            return None
-        return worker.info
+            went_down = fleet.on_probe_unanswered(worker, config.failures_to_down)
+            what = f"does not answer probes within {config.timeout_s:g} s"
+        self._lost(worker, went_down, what)
+        return None
 
-    def _not_answered(self, worker: Worker, error: UpstreamError) -> None:
-        """Only a closed port, or a wrong URL, says at once that the worker is down. A fault of this machine
-        says nothing.
-        """
-        if error.kind == "busy":
-            self._lost(worker, False, f"cannot be probed: {error}")
-        elif error.is_down:
-            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
-        else:
-            went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
-            self._lost(worker, went, f"does not answer probes: {error}")
+    async def _answer(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
+        """As `_ask`; None: it stops. Raises _NotReadyError, UpstreamError, TimeoutError."""
+        if worker.ready and worker.lacks("info") and not asks_info:
+            return await self._foreign(worker, asks_info=False)
+        status, answer = await self._get(worker, "/pd/ready")
+        if status == 404:
+            return await self._foreign(worker, asks_info=True)
+        said = _ready_in(answer)
+        if status != 200 and not said.draining:
+            raise _NotReadyError("is not ready")
+        self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
+        if said.draining:
+            if self._fleet.on_probe_stopping(worker):
+                logger.info("%s worker %s stops: it finishes what it has", worker.role, worker.id)
+            return None
+        is_new = worker.info is not None and said.info_tag not in ("", worker.info.info_tag)
+        if worker.ready and not (worker.stopping or worker.refused or asks_info or is_new):
+            return worker.info
+        what = "does not describe itself on /pd/info ({}); is it a pdserve worker?"
+        return await self._described(worker, "/pd/info", _info_decoder.decode, what)
+
+    async def _foreign(self, worker: Worker, *, asks_info: bool) -> WorkerInfo:
+        """As `_answer`, of a server without `/pd/ready`."""
+        status, _ = await self._get(worker, "/health")
+        if status != 200:
+            raise _NotReadyError("is not ready")
+        self._fleet.on_load(worker, None)
+        if worker.info is not None and not asks_info:
+            return worker.info
+        what = "has no /pd/ready and is no server of vLLM ({}); is it a pdserve worker?"
+
+        def read(answer: bytes) -> WorkerInfo:
+            return WorkerInfo.of_foreign(foreign_info(answer), worker.role)
+
+        return await self._described(worker, "/v1/models", read, what)
+
+    async def _described(
+        self, worker: Worker, path: str, read: Callable[[bytes], WorkerInfo], what: str
+    ) -> WorkerInfo:
+        """What the worker says of itself. A worker that says nothing valid is not used."""
+        status, answer = await self._get(worker, path)
+        try:
+            if status != 200:
+                raise ValueError(f"{path} has status {status}")
+            return read(answer)
+        except (*UNREADABLE, ValueError) as error:
+            worker.info = None
+            raise _NotReadyError(what.format(error)) from None
 
     def _is_ready(self, worker: Worker, info: WorkerInfo) -> None:
         """Tell the fleet that the worker is ready and has this info."""
@@ -242,42 +274,6 @@ class Prober:
                 info.context_length,
                 info.page_size,
             )
-
-    async def _ask_info(self, worker: Worker) -> WorkerInfo | None:
-        """The worker's `/pd/info`. None if it has no valid answer: such a worker is not used."""
-        status, answer = await self._get(worker, "/pd/info")
-        try:
-            if status != 200:
-                raise ValueError(f"status {status}")
-            return _info_decoder.decode(answer)
-        except (*UNREADABLE, ValueError) as error:
-            worker.info = None
-            went = self._fleet.on_probe_not_ready(worker)
-            self._lost(
-                worker, went, f"does not describe itself on /pd/info ({error}); is it a pdserve worker?"
-            )
-            return None
-
-    async def _ask_foreign(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
-        """As `_ask`, of a server without `/pd/ready`."""
-        status, _ = await self._get(worker, "/health")
-        if status != 200:
-            self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
-            return None
-        self._fleet.on_load(worker, None)
-        if worker.info is not None and not asks_info:
-            return worker.info
-        status, answer = await self._get(worker, "/v1/models")
-        try:
-            if status != 200:
-                raise ValueError(f"its /v1/models has status {status}")
-            return WorkerInfo.of_foreign(foreign_info(answer), worker.role)
-        except (*UNREADABLE, ValueError) as error:
-            worker.info = None
-            went = self._fleet.on_probe_not_ready(worker)
-            what = f"has no /pd/ready and is no server of vLLM ({error}); is it a pdserve worker?"
-            self._lost(worker, went, what)
-            return None
 
     def _lost(self, worker: Worker, went_down: bool, what: str) -> None:
         if self._said.get(worker.id) != what:

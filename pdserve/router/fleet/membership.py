@@ -12,11 +12,12 @@ no longer. A removal also ends when a configuration that lists the worker is rea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.router.fleet.worker import DISCOVERED, Role, Source, Worker
+from pdserve.router.fleet.worker import DISCOVERED, ROLES, Role, Source, Worker
 
 
 class FleetError(PdserveError):
@@ -37,6 +38,15 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """It stays out, whichever source names it."""
     is_drained: bool = False
     """It gets no new requests."""
+
+
+class Synced(NamedTuple):
+    """What a source's list has changed."""
+
+    joined: list[Worker]
+    left: list[Worker]
+    problems: list[str]
+    """Why workers of the list are left out: an invalid base URL, or another role than another source says."""
 
 
 Orders = Mapping[str, Order]
@@ -113,27 +123,31 @@ class Membership:
         self.orders = dict(orders)
         self._apply()
 
-    def sync(self, source: Source, urls: Mapping[str, Role]) -> tuple[list[Worker], list[Worker]]:
-        """Make `urls` (base URL → role) the complete list of `source`. Returns (joined, left).
-
-        A worker whose role or scheme changes leaves and joins again. Raises FleetError, without any change,
-        for an invalid base URL and for a worker that another source names in another role.
+    def sync(self, source: Source, urls: Mapping[str, str]) -> Synced:
+        """Make `urls` (base URL → role) the complete list of `source`. A worker whose role or scheme changes
+        leaves and joins again. What cannot be used is left out: it must not keep out others.
         """
-        wanted = {worker.id: worker for worker in (_made(url, role) for url, role in urls.items())}
-        for worker in wanted.values():
-            self.check(source, worker)
+        wanted: dict[str, Worker] = {}
+        problems = []
+        for url, role in urls.items():
+            try:
+                worker = _made(url, role)
+                self._check(source, worker)
+                wanted[worker.id] = worker
+            except FleetError as error:
+                problems.append(str(error))
         before = self._named.get(source, {})
         self._named[source] = wanted
         gone = [id_ for id_ in before if not self._is_named(id_)] if source in DISCOVERED else []
         ended = [id_ for id_ in gone if id_ in self.orders and not self.orders[id_].url]
         for id_ in ended:
             del self.orders[id_]
-        changed = self._apply()
+        joined, left = self._apply()
         for id_ in ended:
             self._tell(id_)
-        return changed
+        return Synced(joined, left, problems)
 
-    def check(self, source: Source, worker: Worker) -> None:
+    def _check(self, source: Source, worker: Worker) -> None:
         """Raises FleetError `other_role` if another source, or an administrator, has the worker in another
         role.
         """
@@ -214,8 +228,11 @@ class Membership:
         return worker
 
 
-def _made(url: str, role: Role) -> Worker:
+def _made(url: str, role: str) -> Worker:
+    found = next((one for one in ROLES if one == role), None)
+    if found is None:
+        raise FleetError("other_role", f"{url} is named as {role!r}, and no worker is that")
     try:
-        return Worker(role, url)
+        return Worker(found, url)
     except ValueError as error:
         raise FleetError("bad_url", str(error)) from None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ from pdserve.discovery.dns import is_dns_name
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.config.router import Mode, RouterConfig
+from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.fleet.eligible import NOBODY, Eligible, LoadLog
 from pdserve.router.fleet.membership import Membership
 from pdserve.router.fleet.worker import (
@@ -142,69 +142,43 @@ class Models:
 
     def find(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
         """The served model of this name. Raises as `resolve`."""
-        return requested if requested and requested in served else self._named(requested, served)
+        if requested and requested in served:
+            return requested
+        model = self.awaited(requested, served)
+        if model not in served:
+            raise NoWorkerError("No worker of this model has joined yet; try again shortly.")
+        return model
 
     def awaited(
-        self, requested: str | None, served: Mapping[str, frozenset[str]], known: Collection[str]
+        self, requested: str | None, served: Mapping[str, frozenset[str]], known: Collection[str] = ()
     ) -> str:
         """The model whose workers a request needs, also while it has none: a served one; one of `known`,
-        which were served before or have an alias; or an expected one. ANY: no worker has said yet what it
-        serves. Raises RequestError as `resolve`, and NoWorkerError for no model.
+        which were served before or have an alias; an expected one, or the default. ANY: no worker has said
+        yet what it serves. Raises RequestError as `resolve`.
         """
-        missing: RequestError | None = None
-        try:
-            return self.find(requested, served)
-        except NoWorkerError:
-            pass
-        except RequestError as error:
-            if error.code != "model_not_found":
-                raise
-            missing = error
-        name = self._default if not requested or requested == DEFAULT_MODEL else requested
+        is_named = requested not in (None, "", DEFAULT_MODEL)
+        name = requested if requested and is_named else self._default
         if not name:
+            if len(served) > 1:
+                message = f"'model' is missing; this server serves {_names(served)}."
+                raise RequestError(400, message, param="model")
+            return next(iter(served), ANY)
+        names = (name, base_of(name)) if is_named else (name,)
+        for there in (served, known, (*self._wanted, self._default)):
+            for one in names:
+                if one in there:
+                    if len(name) - len(one) > MAX_ADAPTER_CHARS + 1:
+                        message = f"An adapter's name has at most {MAX_ADAPTER_CHARS} characters."
+                        raise RequestError(400, message, param="model")
+                    return one
+        if not served and not known:
             return ANY
-        for one in (name, name.partition(":")[0]):
-            if one in known or one in self._wanted:
-                return one
-        if missing is None and name == self._default:
-            return name
-        if missing is None and not known:
-            return ANY
-        raise missing or self._unknown(name, known)
-
-    def _named(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
-        if requested is None or requested in ("", DEFAULT_MODEL):
-            return self._unnamed(served)
-        base, _, adapter = requested.partition(":")
-        if base in served:
-            if len(adapter) > MAX_ADAPTER_CHARS:
-                raise RequestError(
-                    400, f"An adapter's name has at most {MAX_ADAPTER_CHARS} characters.", param="model"
-                )
-            return base
-        if not served or requested in self._wanted or base in self._wanted:
-            raise NoWorkerError("No worker of this model has joined yet; try again shortly.")
-        raise self._unknown(requested, served)
-
-    @staticmethod
-    def _unknown(requested: str, served: Collection[str]) -> RequestError:
-        return RequestError(
+        raise RequestError(
             404,
-            f"The model {requested[:200]!r} does not exist; this server serves {_names(served)}.",
+            f"The model {name[:200]!r} does not exist; this server serves {_names(served or known)}.",
             code="model_not_found",
             param="model",
         )
-
-    def _unnamed(self, served: Mapping[str, frozenset[str]]) -> str:
-        if self._default in served:
-            return self._default
-        if not served or self._default:
-            raise NoWorkerError("No worker has joined yet; try again shortly.")
-        if len(served) > 1:
-            raise RequestError(
-                400, f"'model' is missing; this server serves {_names(served)}.", param="model"
-            )
-        return next(iter(served))
 
 
 def _names(models: Collection[str]) -> str:
@@ -237,7 +211,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     direct_decode: Eligible = NOBODY
     """Decode workers of the direct hand-off."""
     slots: int = 0
-    """Requests that the decode workers of both kinds should have at a time, all together."""
+    """Requests that the decode workers of both kinds should have at a time from this process, together."""
     resting: tuple[Worker, ...] = ()
     """Elastic workers that answer no new request at present (see `placement.elastic`)."""
     draining: tuple[Worker, ...] = ()
@@ -285,9 +259,16 @@ class Fleet:
         *,
         circuit_failures: int = 3,
         models: Models | None = None,
+        running_per_worker: int = 0,
+        processes: int = 1,
     ) -> None:
+        """`running_per_worker`: requests at a time; 0: by what workers say. `processes`: of the router; each
+        gives the workers its part of them.
+        """
         self._wanted = models or Models()
         self._circuit_failures = circuit_failures
+        self._running_per_worker = running_per_worker
+        self._processes = processes
         self._snapshots: dict[str, Snapshot] = {}
         self.tasks: dict[str, frozenset[str]] = {}
         """Model → tasks of its workers. Unhealthy workers count, refused workers do not."""
@@ -328,6 +309,8 @@ class Fleet:
             (),
             circuit_failures=config.probe.circuit_failures,
             models=Models(config.models),
+            running_per_worker=config.admission.running_per_worker,
+            processes=config.processes,
         )
         fleet.members.sync("config", listed_workers(config))
         return fleet
@@ -376,7 +359,7 @@ class Fleet:
         return self.members.by_id
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> Literal["disagg", "agg"]:
         """`disagg` if there are decode or elastic workers, healthy or not."""
         is_disagg = any(worker.role in ("decode", "elastic") for worker in self.workers)
         return "disagg" if is_disagg else "agg"
@@ -429,29 +412,40 @@ class Fleet:
                 self.log,
             ),
             direct_decode=Eligible(direct_decode, self.log),
-            slots=sum(SLOTS_PER_RUNNING * w.max_running or UNKNOWN_SLOTS for w in answering),
+            slots=self._slots(answering),
             draining=tuple(w for role in ("decode", *BOTH) for w in there[role] if w.draining),
             members=frozenset(w.id for w in self.workers if not w.draining),
             valid_until_s=min(openings, default=math.inf),
         )
 
+    def _slots(self, workers: Collection[Worker]) -> int:
+        of_each = self._running_per_worker
+        every = (of_each or SLOTS_PER_RUNNING * worker.max_running or UNKNOWN_SLOTS for worker in workers)
+        return math.ceil(sum(every) / self._processes)
+
     # --- events
 
-    def on_selected(self, worker: Worker, now_s: float) -> int:
-        """Count a planned request as in flight at `worker`.
+    def on_selected(self, worker: Worker, now_s: float, tokens: int = 0, prefills: int = 0) -> int:
+        """Count a planned request as in flight at `worker`. Requests that arrive together see each other's
+        load, so they do not all choose the same worker. `tokens`: of its prompt, to be computed there.
+        `prefills`: 1 where another worker will answer.
 
         Returns the number of the circuit breaker's trial that this request is. 0: the circuit is closed.
         """
         worker.in_flight += 1
+        worker.prefilling += prefills
+        worker.queued_here += tokens
         self.log.moved.append(worker)
         if not worker.circuit.retry_at_s:
             return 0
         self._snapshots.clear()
         return worker.circuit.on_selected(now_s, CIRCUIT_OPEN_S)
 
-    def on_released(self, worker: Worker) -> None:
-        """The request counted by `on_selected` is over."""
+    def on_released(self, worker: Worker, tokens: int = 0, prefills: int = 0) -> None:
+        """The request counted by `on_selected` is over. `tokens`: those that were not computed."""
         worker.in_flight -= 1
+        worker.prefilling -= prefills
+        worker.queued_here -= tokens
         self.log.moved.append(worker)
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
@@ -551,10 +545,4 @@ class Fleet:
 
 def listed_workers(config: RouterConfig) -> dict[str, Role]:
     """The workers that the configuration lists: base URL → role. Names for DNS are left out."""
-    lists: tuple[tuple[Role, tuple[str, ...]], ...] = (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-        ("agg", config.agg),
-        ("elastic", config.elastic),
-    )
-    return {url: role for role, urls in lists for url in urls if not is_dns_name(url)}
+    return {url: role for role in ROLES for url in getattr(config, role) if not is_dns_name(url)}

@@ -86,8 +86,6 @@ def foreign_info(answer: bytes) -> Foreign:
 class CircuitBreaker:
     """Closed, open or half-open."""
 
-    __slots__ = ("failures", "retry_at_s", "trial")
-
     def __init__(self) -> None:
         self.failures = 0
         """Failed requests in a row."""
@@ -243,35 +241,6 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
 class Worker:
     """One worker. `in_flight` is raised when the worker is selected, and lowered when the request ends."""
-
-    __slots__ = (
-        "circuit",
-        "drained",
-        "elsewhere",
-        "free_kv_tokens",
-        "host",
-        "id",
-        "id_header",
-        "in_flight",
-        "incarnation",
-        "info",
-        "is_tls",
-        "max_running",
-        "pool_up",
-        "port",
-        "prefilling",
-        "probe_failures",
-        "probes_ready",
-        "queued_elsewhere",
-        "queued_here",
-        "ready",
-        "refused",
-        "rendezvous",
-        "role",
-        "sources",
-        "stopping",
-        "url",
-    )
 
     def __init__(self, role: Role, url: str) -> None:
         self.host, self.port = parse_base_url(url)

@@ -49,6 +49,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import httptools
@@ -81,9 +82,9 @@ class ClientConnection(Channel):
     """One connection of a server."""
 
     __slots__ = (
-        "_deadline_s", "_half_closed", "_has_offer", "_head", "_head_bytes", "_headers", "_last", "_parser",
-        "_pipeline", "_running", "_sending", "_state", "_target", "_timer", "_unbegun", "_urls", "on_header",
-        "on_message_begin", "on_url",
+        "_deadline_s", "_feed", "_half_closed", "_has_offer", "_head", "_head_bytes", "_headers", "_last",
+        "_parser", "_pipeline", "_running", "_sending", "_state", "_target", "_timer", "_unbegun", "_urls",
+        "on_header", "on_message_begin", "on_url",
     )  # fmt: skip
 
     def __init__(self, shared: Connections, loop: asyncio.AbstractEventLoop) -> None:
@@ -95,6 +96,7 @@ class ClientConnection(Channel):
         self.on_url = self._urls.append
         self.on_header = self._head.add
         self._parser: Any = self._new_parser()
+        self._feed: Any = self._parser.feed_data
         self._target = b""
         self._headers: Headers = []
         """Of the last head that was complete and offers another protocol."""
@@ -220,7 +222,7 @@ class ClientConnection(Channel):
         self._enter("gone")
         running = self._running
         # these and the connection hold each other, and the garbage collector runs seldom
-        self._parser = self._last = self._running = None
+        self._parser = self._feed = self._last = self._running = None
         self._pipeline.clear()
         if running is not None:
             running.lose()
@@ -230,33 +232,38 @@ class ClientConnection(Channel):
         """Bytes from the client."""
         if self.is_closing:
             return
-        self._sending = "head" if self._sending == "idle" else self._sending
+        if self._sending == "idle":
+            self._sending = "head"
         self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._pass_over_offer(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
             self._refuse(_NOT_HTTP)
+        running = self._running
+        # the parser's callbacks have ended the request, nearly always
+        if self._sending != "idle" or self._head.is_open or self._pipeline:  # type: ignore[comparison-overlap]
+            self._bound()
+        if self._unbegun and running is not None:
+            self._unbegun = False
+            if not self.is_closing:
+                self._state, self._deadline_s = "answering", math.inf
+                running.begin()
+                return
+        self._update()
+
+    def _bound(self) -> None:
+        """Bound what is taken in ahead, and heads that have not come to their end."""
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.pause_reading()
         # the parser's callbacks end a request; what is open then is another head, behind it
-        if self._sending == "idle" and self._head.is_open:  # type: ignore[comparison-overlap]
+        if self._sending == "idle" and self._head.is_open:
             self._sending = "head"
         if self._sending == "head" and (self._head_bytes > MAX_HEAD_BYTES or self._head.count > MAX_HEADERS):
             self._refuse(_TOO_LONG)
             self._head.take()
-        running = self._running
-        if self._unbegun and running is not None:
-            self._unbegun = False
-            if not self.is_closing:
-                running.begin()
-        last = self._last
-        if last is None or last.is_complete:
-            self._update()
-        elif self._state != "answering" and not self.is_closing:
-            self._state, self._deadline_s = "answering", math.inf
 
     def _pass_over_offer(self, rest: bytes) -> None:
         """Parse the last head again without its offer of another protocol, and what stands behind it."""
@@ -283,6 +290,7 @@ class ClientConnection(Channel):
             if name not in _OFFER and (value or name != b"connection"):
                 lines.append(b"%b: %b\r\n" % (name, value))
         self._parser = self._new_parser()
+        self._feed = self._parser.feed_data
         return b"".join((*lines, b"\r\n"))
 
     def eof_received(self) -> bool:
@@ -357,7 +365,6 @@ class ClientConnection(Channel):
 
     def on_response_complete(self, request: ClientRequest) -> None:
         """The answer is sent: the next request's turn."""
-        self.shared.total_requests += 1
         if not request.keep_alive:
             if request.more_body:
                 self.close_in_order()
@@ -366,6 +373,9 @@ class ClientConnection(Channel):
         if self.is_closing or self.transport.is_closing():
             self._watch_unread()
             return
+        if self._last is request:
+            self._last = None
+        self._running = None  # its body and the rest of it are not kept while the connection is idle
         if self._pipeline:  # not here: requests that fail at once would begin each other ever deeper
             self._running, self._unbegun = self._pipeline.popleft(), True
             self.loop.call_soon(self._begin_next)
@@ -373,56 +383,67 @@ class ClientConnection(Channel):
             self.transport.close()
             self._watch_unread()
             return
-        else:
-            self._running = None  # its body and the rest of it are not kept while the connection is idle
-        if self._last is request:
-            self._last = None
         if not self.is_reading:
             self.read_on()
-        if self._sending == "idle" and not self._unbegun:
-            self._enter("idle")
-        else:
+        if self._sending != "idle" or self._unbegun or self.shared.is_stopping:
             self._update()
+        else:  # the timer fires by then: no limit is longer
+            self._state, self._deadline_s = "idle", self.loop.time() + self.shared.keep_alive_s
 
     # --- httptools
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
-        if self.transport.is_closing():
-            return  # the rest of what was read at once
         headers, urls = self._head.take(), self._urls
         target = urls.pop()
         if urls:
             target = b"".join((*urls, target))
             urls.clear()
-        if len(headers) > MAX_HEADERS or (self._pipeline and len(self._pipeline) >= MAX_PIPELINED):
-            self._refuse(_TOO_LONG)
-            return
         parser, shared = self._parser, self.shared
-        method: bytes = parser.get_method()
-        if parser.should_upgrade():
-            self._has_offer = method != b"CONNECT"
-            self._target, self._headers = target, headers
-            if method == b"CONNECT":
-                self._refuse(_NOT_HTTP)
-            return
+        if parser.should_upgrade() or self._pipeline or len(headers) > MAX_HEADERS:
+            if self._is_refused(target, headers):
+                return
+        elif self.transport.is_closing():
+            return  # the rest of what was read at once
         self._sending = "rest"
         if target in shared.targets:
-            path: str | None = shared.targets[target]
+            make, path = shared.proxied, shared.targets[target]
         else:
-            path = shared.find(httptools.parse_url(target).path)  # raises for what is no URL: 400
-        make = shared.ordinary if path is None else shared.proxied
-        request = make(self, method, target, path or "", headers)
+            make, path = self._route(target)
+        request = make(self, parser.get_method(), target, path, headers)
         version = parser.get_http_version()
         if version != "1.1":
             request.version = version
-        if version != "1.1" or shared.is_stopping or not parser.should_keep_alive():
+            request.keep_alive = False
+        elif shared.is_stopping or not parser.should_keep_alive():
             request.keep_alive = False
         before, self._last = self._last, request
         if before is None or before.is_complete:
             self._running, self._unbegun = request, True
         else:  # pipelined: its turn comes
             self._pipeline.append(request)
+
+    def _route(self, target: bytes) -> tuple[Callable[..., ClientRequest], str]:
+        """Who makes the request, and its path. Raises HttpParserError for what is no URL: 400."""
+        path = self.shared.find(httptools.parse_url(target).path)
+        return (self.shared.ordinary, "") if path is None else (self.shared.proxied, path)
+
+    def _is_refused(self, target: bytes, headers: Headers) -> bool:
+        """A head that is too long, comes too far ahead or offers another protocol is no request, or not
+        yet.
+        """
+        if self.transport.is_closing():
+            return True
+        if len(headers) > MAX_HEADERS or len(self._pipeline) >= MAX_PIPELINED:
+            self._refuse(_TOO_LONG)
+            return True
+        if not self._parser.should_upgrade():
+            return False
+        self._has_offer = self._parser.get_method() != b"CONNECT"
+        self._target, self._headers = target, headers
+        if not self._has_offer:
+            self._refuse(_NOT_HTTP)
+        return True
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""

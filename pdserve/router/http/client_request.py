@@ -107,45 +107,49 @@ class ClientRequest(Driven):
     system call and one packet less.
     """
 
-    _head: bytes
-    """Made by `start`, sent with the first piece of the body."""
-    _is_chunked: bool
-    has_chunks: bool
-    """The head was sent, and what follows goes in chunks."""
     __slots__ = (
         "_head", "_is_chunked", "body", "connection", "has_chunks", "has_head", "headers",
         "is_complete", "is_gone", "is_told_to_go_on", "keep_alive", "method", "more_body", "path", "target",
         "version", "waiter",
     )  # fmt: skip
+    _head: bytes
+    """Made by `start`, sent with the first piece of the body."""
+    _is_chunked: bool
+    has_chunks: bool
+    """The head was sent, and what follows goes in chunks."""
+    body: bytes
+    """What came of it and was not read."""
+    more_body: bool
+    """More of it follows."""
+    has_head: bool
+    """The answer has begun."""
+    is_complete: bool
+    """The answer's last byte was sent."""
+    version: str
+    """Of HTTP."""
+    keep_alive: bool
+    is_told_to_go_on: bool
+    """Who waits for `100 Continue` before its body was sent it, or the answer has begun."""
+    is_gone: bool
+    """The client has left."""
+    waiter: asyncio.Future[None] | None
+    """Somebody waits for more of the body."""
 
     def __init__(
         self, connection: Channel, method: bytes, target: bytes, path: str, headers: Headers
     ) -> None:
-        """`target`: as the client wrote it. `path`: empty where only the ordinary routes can tell."""
-        self.id = b""
-        self._coroutine = self._awaited = None
+        """`target`: as the client wrote it. `path`: empty where only the ordinary routes can tell. `headers`:
+        names in lower case.
+        """
+        super().__init__()
         self.connection = connection
         self.method = method
         self.target = target
         self.path = path
         self.headers = headers
-        """Names in lower case."""
-        self.version = "1.1"
-        """Of HTTP."""
-        self.keep_alive = True
-        self.is_told_to_go_on = False
-        """Who waits for `100 Continue` before its body was sent it, or the answer has begun."""
-        self.body = b""
-        """What came of it and was not read."""
-        self.more_body = True
-        self.is_gone = False
-        """The client has left."""
-        self.has_head = False
-        """The answer has begun."""
-        self.is_complete = False
-        """The answer's last byte was sent."""
-        self.waiter: asyncio.Future[None] | None = None
-        """Somebody waits for more of the body."""
+        self.version, self.body, self.waiter = "1.1", b"", None
+        self.keep_alive = self.more_body = True
+        self.is_told_to_go_on = self.is_gone = self.has_head = self.is_complete = False
 
     def begin(self) -> None:
         """Have the request served."""
@@ -226,25 +230,24 @@ class ClientRequest(Driven):
         body, self.body = self.body, b""
         return body, self.more_body
 
-    def start(self, status: int, lines: bytes, length: int | None, *, closes: bool = False) -> None:
+    def start(self, status: int, lines: list[bytes], length: int | None, *, closes: bool = False) -> None:
         """Begin the answer, whose body has `length` bytes, None: as many as will come. It goes out with the
-        first of them. `lines`: of the head, each ended by CRLF. `closes`: the connection ends with the
-        answer.
+        first of them. `lines`: those of the head, in any parts, each line ended by CRLF. `closes`: the
+        connection ends with the answer.
         """
         self.has_head = self.is_told_to_go_on = True
         self._is_chunked = self.has_chunks = False
         if closes:
             self.keep_alive = False
         if length is not None:
-            lines += b"content-length: %d\r\n" % length
+            lines.append(b"content-length: %d\r\n" % length)
         elif self.version == "1.0":
             self.keep_alive = False  # the end of the connection is the end of the answer
         elif status not in WITHOUT_BODY and self.method != b"HEAD":
             self._is_chunked = True
-            lines += b"transfer-encoding: chunked\r\n"
-        if not self.keep_alive:
-            lines += b"connection: close\r\n"
-        self._head = b"%b%b%b\r\n" % (STATUS_LINES[status], self.connection.shared.default_lines, lines)
+            lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = b"".join((STATUS_LINES[status], self.connection.shared.default_lines, *lines))
 
     @property
     def takes_now(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
@@ -22,6 +22,11 @@ class Proxied(Protocol):
     @property
     def targets(self) -> Mapping[bytes, str]:
         """Path by request target, as nearly all clients write it."""
+        ...
+
+    @property
+    def running(self) -> Collection[Any]:
+        """The requests that are served now. They have a method `cancel`, as asyncio.Task has it."""
         ...
 
     def find(self, path: str) -> str | None:
@@ -61,14 +66,21 @@ class Connections(ServerState):
         self.log: Final = ThrottledLog(logger)
         self.connection_limit: Final[ConnectionLimit[Any]] = ConnectionLimit(most)
         """All connections."""
-        self.running: Final[set[Any]] = (
-            self.tasks
-        )  # a graceful stop waits for them, and cancels them in the end
-        """The requests that are served now: tasks, or what has their method `cancel`."""
+        self.running: Final[set[Any]] = set()
+        """The tasks of requests that are not `proxied`."""
         self.ids: Final[list[bytes]] = []
         """For requests that bring none."""
         self.default_lines = b""
         """Header lines of every answer, renewed each second."""
+
+    @property
+    def tasks(self) -> set[Any]:
+        """The requests that are served now: a graceful stop waits for them, and cancels them in the end."""
+        return {*self.running, *(() if self._proxied is None else self._proxied.running)}
+
+    @tasks.setter
+    def tasks(self, tasks: set[Any]) -> None:
+        """uvicorn's own set is not used."""
 
     def find(self, path: bytes | None) -> str | None:
         """The path that is meant by a target's `path`, of another spelling. None: an ordinary one."""

@@ -51,14 +51,20 @@ class Driven:
     def run(self, coroutine: Coroutine[Any, None, None]) -> None:
         """Begin. The coroutine must catch whatever it raises."""
         self._coroutine = coroutine
+        self.name_logs()
         self.resume()
+
+    def name_logs(self) -> None:
+        """What is logged from now on, within the callback that runs, has the `id`. Nothing is usually logged
+        in those of workers' connections: who does it there calls this before.
+        """
+        served_request.set(self.id)
 
     def resume(self) -> None:
         """What `news` waits for is here. Nothing happens where the coroutine is over."""
         coroutine = self._coroutine
         if coroutine is None:
             return
-        served_request.set(self.id)
         try:
             awaited = coroutine.send(None)
         except (StopIteration, asyncio.CancelledError):
@@ -80,7 +86,7 @@ class Driven:
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             awaited.remove_done_callback(self._on_done)
-        served_request.set(self.id)
+        self.name_logs()
         try:
             awaited = coroutine.throw(error)
         except (StopIteration, asyncio.CancelledError):
@@ -105,6 +111,7 @@ class Driven:
     def _on_done(self, future: asyncio.Future[Any]) -> None:
         if future is self._awaited:
             self._awaited = None
+            self.name_logs()
             self.resume()
 
 

@@ -40,7 +40,8 @@ from pdserve.router.http.tls import (
     is_own_fault,
     is_refused,
 )
-from pdserve.router.native.heads import HeaderLines, joined
+from pdserve.router.native.answers import Answer
+from pdserve.router.native.heads import joined
 
 MAX_IDLE = 256
 """Idle keep-alive connections to one worker."""
@@ -50,7 +51,6 @@ LAST_WORD_S = 1.0
 """A peer's time to answer the end of TLS."""
 MAX_HEAD_BYTES = 64 * 1024
 """Longest response head (status line and headers). uvicorn has the same limit for requests."""
-MAX_STATUS = 599
 JOIN_BYTES = 16 * 1024
 """Up to this size, copying head and body together costs less than a second write."""
 NOT_PASSED_ON: Final = frozenset(
@@ -77,10 +77,12 @@ class Waiter:
     for.
     """
 
-    __slots__ = ("news",)
+    __slots__ = ("news", "request")
 
-    def __init__(self) -> None:
+    def __init__(self, request: object = None) -> None:
+        """`request`: the client's, for which the worker is asked, if there is one."""
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.request = request
 
     def resume(self) -> None:
         """The answer is here, or will not come."""
@@ -88,58 +90,44 @@ class Waiter:
             self.news.set_result(None)
 
 
-class WorkerConnection(asyncio.Protocol):
-    """A keep-alive connection to a worker, and the exchange on it."""
+class WorkerConnection(Answer, asyncio.Protocol):
+    """A keep-alive connection to a worker, and the exchange on it, whose answer it gathers."""
 
     __slots__ = (
-        "_head", "_is_tls", "_parser", "_pool", "_rest", "asked_by", "clock", "deadline_s", "error",
-        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used", "is_whole",
-        "is_young", "keeps", "limit_bytes", "on_body", "on_header", "on_message_begin", "owner",
-        "pairs", "pieces", "received_bytes", "said", "sink", "status", "transport",
+        "_feed", "_is_tls", "_pool", "clock", "deadline_s", "error", "idle_since_s", "incarnation",
+        "is_open", "is_paused", "is_stream", "is_young", "limit_bytes", "owner", "received_bytes", "said",
+        "sink", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
+    limit_bytes: int
+    """Of an answer that no sink takes."""
+    said: dict[bytes, bytes]
+    """The headers by name; and, once `read_head` was called:"""
+    is_stream: bool
+    """It is a stream of events."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self.clock = pool.clock
-        self._head = HeaderLines(MAX_HEAD_BYTES)
-        self.pieces: list[bytes] = []
-        """What came of the body and was not taken. Always this list: the parser itself fills it."""
-        self.on_header = self._head.add
-        self.on_message_begin = self._head.begin
-        self.on_body = self.pieces.append
-        self._parser: Any = httptools.HttpResponseParser(self)
+        self.clock: Deadlines = pool.clock
+        self.parser = httptools.HttpResponseParser(self)
+        self._feed: Any = self.parser.feed_data
         self._is_tls = False
         self.owner: Driven | Waiter | None = None
         """Is resumed at the end of the answer. None: no exchange is under way."""
-        self.asked_by: object = None
-        """The client's request for which the worker was asked, if there is one."""
         self.incarnation = ""
         """Of the worker that was asked."""
         self.sink: Callable[[WorkerConnection], None] | None = None
         """Is called when the head has come, or `pieces`, and the answer is not whole. Must not raise."""
         self.is_open = False
-        self.is_used = False
-        """It has carried a request before, so the worker may have closed it meanwhile."""
-        self.keeps = True
-        """It can carry another request."""
         self.is_paused = False
-        self.idle_since_s = 0.0
-        self.status = 0
-        """0 until the head has arrived."""
-        self.pairs: list[tuple[bytes, bytes]] = []
-        """The answer's headers, names in lower case."""
-        self.said: dict[bytes, bytes] = {}
-        """The same by name."""
-        self._rest = b""
-        """Of a whole answer, what was not taken before."""
-        self.is_whole = self.is_stream = False
+        self.idle_since_s = math.inf
+        """When it was last kept. Infinite: it is new, and carries its first request."""
         self.is_young = True
-        """Nothing of the body has come."""
-        self.limit_bytes = 0
-        """Of an answer that no sink takes."""
+        """Nothing of the body has come, or the answer came at once."""
         self.received_bytes = 0
-        """Until the head is complete; where nobody takes pieces, of all."""
+        """In reads that did not complete the answer, until the head is complete; where nobody takes pieces,
+        in all of them.
+        """
         self.error: UpstreamError | None = None
         self.deadline_s = math.inf
 
@@ -148,16 +136,27 @@ class WorkerConnection(asyncio.Protocol):
     def take(self) -> bytes:
         """All of the body that has come and was not taken."""
         if self.is_whole:
-            rest, self._rest = self._rest, b""
+            rest, self.rest = self.rest, b""
             return rest
         taken = b"".join(self.pieces)
         self.pieces.clear()
         return taken
 
+    def read_head(self) -> None:
+        """Look at the headers."""
+        self.said = said = dict(self.pairs)
+        self.is_stream = said.get(b"content-type", b"").startswith(b"text/event-stream")
+
     @property
     def lines(self) -> bytes:
         """The answer's header lines that go to a client."""
         return joined(self.pairs, NOT_PASSED_ON)
+
+    @property
+    def asked_by(self) -> object:
+        """The client's request for which the worker was asked, if there is one."""
+        owner = self.owner
+        return owner.request if isinstance(owner, Waiter) else owner
 
     def pause(self) -> None:
         """Read no more from the worker, whose time stands still."""
@@ -177,15 +176,13 @@ class WorkerConnection(asyncio.Protocol):
         """The exchange is over, or given up: keep the connection if the answer is whole, else close it. What
         is here of the answer can be read until the connection is used again.
         """
-        pool = self._pool
-        pool.watched.discard(self)
-        self.owner = self.asked_by = self.sink = None
+        idle = self._pool.idle
+        self.owner = None
         if self.is_paused:
             self.go_on(math.inf)
-        self.is_used = True
-        if self.is_whole and self.keeps and len(pool.idle) < MAX_IDLE:
+        if self.is_whole and self.keeps and len(idle) < MAX_IDLE:
             self.idle_since_s = self.clock.now_s
-            pool.idle.append(self)
+            idle.append(self)
         else:
             self.cut()
 
@@ -222,30 +219,38 @@ class WorkerConnection(asyncio.Protocol):
         """Bytes from the worker."""
         owner = self.owner
         if owner is None:  # bytes without a request: the connection is out of step
-            self.keeps = False
             self.cut()
             return
-        if self.sink is None or not self.status:
-            self.received_bytes += len(data)
         broken = None
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            broken = UpstreamError("protocol", f"answer is not HTTP: {error}")
-        if self.pieces:
-            self.is_young = False
+            broken = UpstreamError("protocol", f"answer is not HTTP: {error.__context__ or error}")
         if self.is_whole:
             owner.resume()
             return
-        if self.status and self.sink is not None and (self.pieces or self.is_young):
-            self.sink(self)
+        sink = self.sink
+        if self.status and sink is not None:
+            if self.pieces:
+                self.is_young = False
+                sink(self)
+            elif self.is_young:
+                sink(self)
+        else:
+            self._receive(len(data))
         if broken is not None:
             self.fail(broken)
-        elif self.received_bytes > MAX_HEAD_BYTES:
+
+    def _receive(self, size: int) -> None:
+        """Bytes of a head, or of an answer that is wanted whole: bounded."""
+        self.received_bytes += size
+        if self.pieces:
+            self.is_young = False
+        if self.received_bytes > MAX_HEAD_BYTES:
             if not self.status:
                 what = f"answer's head is longer than {MAX_HEAD_BYTES} bytes"
                 self.fail(UpstreamError("protocol", what))
-            elif self.sink is None and self.received_bytes > self.limit_bytes + MAX_HEAD_BYTES:
+            elif self.received_bytes > self.limit_bytes + MAX_HEAD_BYTES:
                 self.fail(UpstreamError("protocol", f"answer is longer than {self.limit_bytes} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -254,7 +259,7 @@ class WorkerConnection(asyncio.Protocol):
         self._pool.on_closed(self)
         owner = self.owner
         if owner is not None and not self.is_whole:
-            has_length = b"content-length" in self.said or b"transfer-encoding" in self.said
+            has_length = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.pairs)
             if self.status and exc is None and not has_length and not self._is_tls:
                 self.on_message_complete()  # no length: the end of the connection is the end of the body
             if self.is_whole:
@@ -262,40 +267,13 @@ class WorkerConnection(asyncio.Protocol):
             else:
                 self._fail_at_end()
         # reference cycles, and the garbage collector runs seldom (`GC_THRESHOLD`)
-        self._parser = None
+        self.parser = self._feed = None
 
     def _fail_at_end(self) -> None:
         kind: ErrorKind = "cut" if self.status else "closed"
-        refused = self._is_tls and not self.is_used and not self.received_bytes
+        refused = self._is_tls and self.idle_since_s == math.inf and not self.received_bytes
         why = f" before an answer: {ASKS_FOR_CERTIFICATE}" if refused else ""
         self.fail(UpstreamError(kind, f"the worker closed the connection{why}"))
-
-    # --- httptools
-
-    def on_headers_complete(self) -> None:
-        """The head is complete. A 1xx head is dropped: the final head follows."""
-        if self.is_whole or self.status:
-            self.keeps = False  # a second answer to one request: out of step
-            return
-        status: int = self._parser.get_status_code()
-        self.pairs = pairs = self._head.take()
-        if status < 200:
-            return
-        if status > MAX_STATUS:
-            self.fail(UpstreamError("protocol", f"answer's status is {status}"))
-            return
-        self.said = said = dict(pairs)
-        self.is_stream = said.get(b"content-type", b"")[:17] == b"text/event-stream"
-        self.status = status
-
-    def on_message_complete(self) -> None:
-        """A message is complete: an interim one, or the answer. What follows that is not of it."""
-        if self.status and not self.is_whole and self.error is None:
-            if not self._parser.should_keep_alive():
-                self.keeps = False
-            self._rest = b"".join(self.pieces)
-            self.pieces.clear()
-            self.is_whole = True
 
 
 class ConnectionCounts(msgspec.Struct):
@@ -317,8 +295,7 @@ class WorkerPool:
         self.lines = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-length: " % (worker.id_header, authorization)
         """What stands in each request between its target and the length of its body."""
         self.worker = worker
-        self.clock = upstream.deadlines
-        self.watched = upstream.deadlines.watched
+        self.clock: Deadlines = upstream.deadlines
         self.counts = upstream.counts
         self.idle: deque[WorkerConnection] = deque()
         self.open: set[WorkerConnection] = set()
@@ -409,7 +386,7 @@ class WorkerPool:
             connection.cut()
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class Fetched(msgspec.Struct, frozen=True, gc=False):
     """A worker's whole answer."""
 
     status: int
@@ -427,7 +404,7 @@ class Upstream:
         self._loop = asyncio.get_running_loop()
         self._pools: dict[str, WorkerPool] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self.deadlines = Deadlines(self._loop)
+        self.deadlines = Deadlines(self._loop, self.exchanges)
         self.counts = ConnectionCounts()
 
     def pool(self, worker: Peer) -> WorkerPool:
@@ -449,7 +426,6 @@ class Upstream:
         limit_s: float,
         connect_s: float,
         sink: Callable[[WorkerConnection], None] | None = None,
-        asked_by: object = None,
         limit_bytes: int = 0,
         method: bytes = b"POST",
     ) -> WorkerConnection:
@@ -462,28 +438,30 @@ class Upstream:
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        size = len(body)
-        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
-        now_s = self.deadlines.now_s
-        up = pool.take_idle(now_s)
-        stale: UpstreamError | None = None
+        now_s, size, stale = self.deadlines.now_s, len(body), None
+        head = method, b" ", target, pool.lines, b"%d\r\n" % size, lines, b"\r\n"
+        up = None
+        if pool.idle:
+            up = pool.idle.pop()
+            if up.keeps and now_s - up.idle_since_s < IDLE_S:
+                self.counts.reused += 1
+            else:
+                up.cut()
+                up = pool.take_idle(now_s)
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)
                 now_s = self.deadlines.now_s
                 if not up.is_open:  # since it was opened, before it could be used
                     raise UpstreamError("closed", "the connection was closed")
-            may_be_stale = up.is_used
-            up.owner, up.sink, up.asked_by = owner, sink, asked_by
-            up.limit_bytes, up.incarnation = limit_bytes, worker.incarnation
+            up.owner, up.sink, up.limit_bytes = owner, sink, limit_bytes
+            up.incarnation, up.deadline_s = worker.incarnation, now_s + limit_s
             up.status = up.received_bytes = 0
             up.is_whole, up.is_young = False, True
-            up.deadline_s = now_s + limit_s
-            pool.watched.add(up)
             if size <= JOIN_BYTES:
-                up.transport.write(head + body)
+                up.transport.write(b"".join((*head, body)))
             else:
-                up.transport.writelines([head, body])
+                up.transport.writelines([b"".join(head), body])
             try:
                 await owner.news
             finally:
@@ -493,13 +471,14 @@ class Upstream:
                 return up
             error.incarnation, error.is_young = up.incarnation, up.is_young
             up.error = None  # a reference cycle: its traceback refers to this connection
-            if not (may_be_stale and error.kind == "closed" and not up.received_bytes):
+            may_be_stale = up.idle_since_s != math.inf and not up.received_bytes
+            if not (may_be_stale and error.kind == "closed"):
                 error.rest = up.take()
                 raise error
             self.counts.stale += 1
             up, stale = None, error
             if isinstance(owner, Waiter):
-                owner = Waiter()
+                owner = Waiter(owner.request)
 
     async def fetch(
         self,
@@ -512,8 +491,7 @@ class Upstream:
         limit_bytes: int,
         connect_s: float,
         method: bytes = b"POST",
-        asked_by: object = None,
-    ) -> Answer:
+    ) -> Fetched:
         """As `exchange`, for an answer that is wanted whole; in a task, or beside other waits."""
         up = await self.exchange(
             Waiter(),
@@ -524,10 +502,9 @@ class Upstream:
             limit_s=limit_s,
             connect_s=connect_s,
             limit_bytes=limit_bytes,
-            asked_by=asked_by,
             method=method,
         )
-        return Answer(up.status, up.take())
+        return Fetched(up.status, up.take())
 
     @staticmethod
     async def _connected(pool: WorkerPool, limit_s: float, stale: UpstreamError | None) -> WorkerConnection:
@@ -539,6 +516,10 @@ class Upstream:
             connecting.add_done_callback(_drop)
             raise
         return connecting.result()
+
+    def exchanges(self) -> list[WorkerConnection]:
+        """The connections on which an answer is awaited."""
+        return [up for pool in self._pools.values() for up in pool.open if up.owner is not None]
 
     def cut_worker(self, worker: Peer) -> None:
         """Fail all requests in flight to `worker`, which is known to be dead."""

@@ -67,7 +67,7 @@ class Observations:
         self._counted = Histogram()
         self._waiting: list[float] = []
         self.observe: Final = self._waiting.append
-        """One observation, in seconds. Whoever calls it has `Stats.on_request` called now and then."""
+        """One observation, in seconds. Whoever calls it has `Stats.count` called now and then."""
 
     def observe_all(self, values_s: Iterable[float]) -> None:
         """Several observations."""
@@ -234,17 +234,18 @@ class Stats:
             setattr(self, attribute, value)
         self.parts: Final[defaultdict[tuple[str, ...], list[tuple[float, ...]]]] = defaultdict(list)
         """By names of parts of `first_token`, one row for each stream. They are counted there in lots."""
-        self._left = MAX_UNCOUNTED
+        self.plans: Final[defaultdict[tuple[tuple[str, str], ...], int]] = defaultdict(int)
+        """By what decided about the workers of requests, each (role, reason): `placements` once counted."""
+        self.left = MAX_UNCOUNTED
+        """Requests that may be observed before `count` is called: who observes one counts down."""
 
-    def on_request(self) -> None:
-        """A request was observed."""
-        self._left -= 1
-        if not self._left:
-            self._left = MAX_UNCOUNTED
-            self._count()
-
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count what was observed and not counted."""
+        self.left = MAX_UNCOUNTED
+        for causes, requests in self.plans.items():
+            for role, reason in causes:
+                self.on_placed(role, reason, requests)
+        self.plans.clear()
         for names, rows in self.parts.items():
             for name, values_s in zip(names, zip(*rows, strict=True), strict=False):
                 self.first_token[name].observe_all(values_s)
@@ -253,12 +254,12 @@ class Stats:
             for one in getattr(self, attribute).values():
                 one.count()
 
-    def on_placed(self, role: str, reason: str) -> None:
+    def on_placed(self, role: str, reason: str, requests: int = 1) -> None:
         """A worker of the role was chosen, or none was, for that reason."""
         key = role, reason
         if key not in self.placements and len(self.placements) >= MAX_PLACEMENTS:
             key = role, "other"
-        self.placements[key] += 1
+        self.placements[key] += requests
 
     def show(self, values: Mapping[str, Shown | int]) -> None:
         """Take over what is kept elsewhere, by the names of the attributes."""
@@ -267,7 +268,7 @@ class Stats:
 
     def snapshot(self) -> Snapshot:
         """All of them as they are now. Shares nothing with the counters."""
-        self._count()
+        self.count()
         found = Snapshot()
         for attribute, definition in DECLARED.items():
             value = getattr(self, attribute)

@@ -1,13 +1,17 @@
 /* Gathers the header lines that a parser of HTTP finds, and looks for words in long bodies: see heads.py and
  * scan.py, which say what each function does and have the same in Python.
  *
+ * Also copies objects that have slots only: see slots.py.
+ *
  * The parser decides what is a header; here names are put in lower case, and lines are kept or joined. Nothing is
  * kept beyond the bound that the maker gives, nor when the head is over: a trailer is no header.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stddef.h>
 #include <string.h>
+#include <structmember.h>
 
 typedef struct {
     PyObject_HEAD
@@ -29,21 +33,26 @@ static PyObject *in_lower_case(PyObject *name) {
     return made;
 }
 
-static PyObject *lines_add(HeaderLines *self, PyObject *const *given, Py_ssize_t count) {
+/* Append a header, (name, value); not when the head is over. */
+static PyObject *add_pair(PyObject *pairs, PyObject *const *given, Py_ssize_t count, int is_over) {
     if (count != 2 || !PyBytes_Check(given[0]) || !PyBytes_Check(given[1])) {
         PyErr_SetString(PyExc_TypeError, "a header is two bytes objects");
         return NULL;
     }
-    if (self->is_over || PyList_GET_SIZE(self->pairs) > self->most) Py_RETURN_NONE;
+    if (is_over) Py_RETURN_NONE;
     PyObject *name = in_lower_case(given[0]);
     if (name == NULL) return NULL;
     PyObject *pair = PyTuple_Pack(2, name, given[1]);
     Py_DECREF(name);
     if (pair == NULL) return NULL;
-    int failed = PyList_Append(self->pairs, pair);
+    int failed = PyList_Append(pairs, pair);
     Py_DECREF(pair);
     if (failed) return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *lines_add(HeaderLines *self, PyObject *const *given, Py_ssize_t count) {
+    return add_pair(self->pairs, given, count, self->is_over || PyList_GET_SIZE(self->pairs) > self->most);
 }
 
 static PyObject *lines_take(HeaderLines *self, PyObject *Py_UNUSED(none)) {
@@ -110,6 +119,127 @@ static PyTypeObject lines_type = {
     .tp_dealloc = (destructor)lines_dealloc,
     .tp_methods = lines_methods,
     .tp_getset = lines_members,
+};
+
+/* An answer as its parser finds it: see answers.py. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *parser, *status, *pairs, *pieces, *rest, *is_whole, *keeps;
+    int is_head_over;
+} Answer;
+
+static PyObject *get_status_code, *should_keep_alive, *zero, *nothing; /* names and values that are needed often */
+
+static int is_set(PyObject *value) { return value != NULL && value != Py_False && value != zero; }
+
+static PyObject *answer_begin(Answer *self, PyObject *Py_UNUSED(none)) {
+    if (is_set(self->is_whole)) Py_RETURN_NONE;
+    PyObject *pairs = PyList_New(0);
+    if (pairs == NULL) return NULL;
+    Py_XSETREF(self->pairs, pairs);
+    self->is_head_over = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *answer_header(Answer *self, PyObject *const *given, Py_ssize_t count) {
+    return add_pair(self->pairs, given, count, self->is_head_over);
+}
+
+static PyObject *answer_head_over(Answer *self, PyObject *Py_UNUSED(none)) {
+    self->is_head_over = 1;
+    if (is_set(self->status)) { /* a second answer to one request: out of step */
+        Py_XSETREF(self->keeps, Py_NewRef(Py_False));
+        Py_RETURN_NONE;
+    }
+    PyObject *status = PyObject_CallMethodNoArgs(self->parser, get_status_code);
+    if (status == NULL) return NULL;
+    long number = PyLong_AsLong(status);
+    if (number >= 200 && number <= 599) Py_XSETREF(self->status, Py_NewRef(status));
+    Py_DECREF(status);
+    if (number > 599) return PyErr_Format(PyExc_ValueError, "its status is %ld", number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *answer_piece(Answer *self, PyObject *piece) {
+    if (PyList_Append(self->pieces, piece)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *answer_over(Answer *self, PyObject *Py_UNUSED(none)) {
+    if (!is_set(self->status) || is_set(self->is_whole)) Py_RETURN_NONE;
+    PyObject *pieces = self->pieces, *rest = nothing;
+    Py_ssize_t count = PyList_GET_SIZE(pieces);
+    if (count == 1) rest = Py_NewRef(PyList_GET_ITEM(pieces, 0));
+    else rest = PyObject_CallMethod(nothing, "join", "O", pieces);
+    if (rest == NULL || PyList_SetSlice(pieces, 0, count, NULL)) return NULL;
+    Py_XSETREF(self->rest, rest);
+    Py_XSETREF(self->is_whole, Py_NewRef(Py_True));
+    PyObject *keeps = PyObject_CallMethodNoArgs(self->parser, should_keep_alive);
+    if (keeps == NULL) return NULL;
+    if (!is_set(keeps)) Py_XSETREF(self->keeps, Py_NewRef(Py_False));
+    Py_DECREF(keeps);
+    Py_RETURN_NONE;
+}
+
+static int answer_traverse(Answer *self, visitproc visit, void *arg) {
+    for (PyObject **each = &self->parser; each <= &self->keeps; each++) Py_VISIT(*each);
+    return 0;
+}
+
+static int answer_clear(Answer *self) {
+    for (PyObject **each = &self->parser; each <= &self->keeps; each++) Py_CLEAR(*each);
+    return 0;
+}
+
+static void answer_dealloc(Answer *self) {
+    PyObject_GC_UnTrack(self);
+    answer_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *answer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(named)) {
+    Answer *self = (Answer *)type->tp_alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->pieces = PyList_New(0);
+    self->pairs = PyList_New(0);
+    self->parser = Py_NewRef(Py_None);
+    self->status = Py_NewRef(zero);
+    self->rest = Py_NewRef(nothing);
+    self->is_whole = Py_NewRef(Py_False);
+    self->keeps = Py_NewRef(Py_True);
+    self->is_head_over = 1;
+    if (self->pieces == NULL || self->pairs == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyMethodDef answer_methods[] = {
+    {"on_message_begin", (PyCFunction)answer_begin, METH_NOARGS, "See answers.Answer."},
+    {"on_header", (PyCFunction)(void (*)(void))answer_header, METH_FASTCALL, "See answers.Answer."},
+    {"on_headers_complete", (PyCFunction)answer_head_over, METH_NOARGS, "See answers.Answer."},
+    {"on_body", (PyCFunction)answer_piece, METH_O, "See answers.Answer."},
+    {"on_message_complete", (PyCFunction)answer_over, METH_NOARGS, "See answers.Answer."},
+    {NULL, NULL, 0, NULL},
+};
+
+#define FIELD(name, flags) {#name, T_OBJECT_EX, offsetof(Answer, name), flags, "See answers.Answer."}
+static PyMemberDef answer_members[] = {
+    FIELD(parser, 0), FIELD(status, 0), FIELD(pairs, READONLY), FIELD(pieces, READONLY),
+    FIELD(rest, 0), FIELD(is_whole, 0), FIELD(keeps, 0), {NULL},
+};
+
+static PyTypeObject answer_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "pdserve.router.native._native.Answer",
+    .tp_basicsize = sizeof(Answer),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = answer_new,
+    .tp_traverse = (traverseproc)answer_traverse,
+    .tp_clear = (inquiry)answer_clear,
+    .tp_dealloc = (destructor)answer_dealloc,
+    .tp_methods = answer_methods,
+    .tp_members = answer_members,
 };
 
 /* The bytes of a pair's name and value; -1 with an error set for what is no pair. */
@@ -196,8 +326,53 @@ static PyObject *has_after(PyObject *Py_UNUSED(module), PyObject *const *given, 
     return PyBool_FromLong(found);
 }
 
+static PyObject *number_after(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
+    if (count != 2 || !PyBytes_Check(given[0]) || !PyBytes_Check(given[1]) || !PyBytes_GET_SIZE(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "number_after takes two bytes objects, the second not empty");
+        return NULL;
+    }
+    const char *text = PyBytes_AS_STRING(given[0]), *mark = PyBytes_AS_STRING(given[1]);
+    const char *end = text + PyBytes_GET_SIZE(given[0]);
+    Py_ssize_t length = PyBytes_GET_SIZE(given[1]);
+    const char *at = end - length;
+    while (at >= text && (*at != *mark || memcmp(at, mark, length))) at--;
+    if (at < text) return PyLong_FromLong(0);
+    at += length;
+    while (at < end && (*at == ' ' || (*at >= '\t' && *at <= '\r'))) at++;
+    long long number = 0;
+    const char *digits = at;
+    for (; at < end && at - digits < 15 && *at >= '0' && *at <= '9'; at++) number = 10 * number + (*at - '0');
+    if (at < end && (Py_ISALNUM(*at) || *at == '_')) number = 0;
+    return PyLong_FromLongLong(number);
+}
+
+static destructor of_classes; /* tp_dealloc of each class that a class statement has made */
+
+/* Whether all that an object of this type has are its slots, each a reference. */
+static int has_slots_only(PyTypeObject *type) {
+    if (type->tp_itemsize || type->tp_dictoffset || type->tp_weaklistoffset) return 0;
+    for (; type != &PyBaseObject_Type; type = type->tp_base)
+        if (type == NULL || type->tp_dealloc != of_classes) return 0;
+    return 1;
+}
+
+static PyObject *copied(PyObject *Py_UNUSED(module), PyObject *of) {
+    PyTypeObject *type = Py_TYPE(of);
+    if (!has_slots_only(type)) {
+        PyErr_Format(PyExc_TypeError, "%.100s has more than slots", type->tp_name);
+        return NULL;
+    }
+    PyObject *made = type->tp_alloc(type, 0);
+    if (made == NULL) return NULL;
+    Py_ssize_t first = sizeof(PyObject) / sizeof(PyObject *), end = type->tp_basicsize / sizeof(PyObject *);
+    for (Py_ssize_t i = first; i < end; i++) ((PyObject **)made)[i] = Py_XNewRef(((PyObject **)of)[i]);
+    return made;
+}
+
 static PyMethodDef methods[] = {
+    {"copied", (PyCFunction)copied, METH_O, "See slots.copied."},
     {"has_after", (PyCFunction)(void (*)(void))has_after, METH_FASTCALL, "See scan.has_after."},
+    {"number_after", (PyCFunction)(void (*)(void))number_after, METH_FASTCALL, "See scan.number_after."},
     {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, "See heads.joined."},
     {NULL, NULL, 0, NULL},
 };
@@ -206,10 +381,20 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "pdserve.router.n
                                         NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
-    if (PyType_Ready(&lines_type)) return NULL;
+    get_status_code = PyUnicode_InternFromString("get_status_code");
+    should_keep_alive = PyUnicode_InternFromString("should_keep_alive");
+    zero = PyLong_FromLong(0);
+    nothing = PyBytes_FromStringAndSize(NULL, 0);
+    if (!get_status_code || !should_keep_alive || !zero || !nothing) return NULL;
+    if (PyType_Ready(&lines_type) || PyType_Ready(&answer_type)) return NULL;
+    PyObject *class = PyObject_CallFunction((PyObject *)&PyType_Type, "s(){}", "Class");
+    if (class == NULL) return NULL;
+    of_classes = ((PyTypeObject *)class)->tp_dealloc;
+    Py_DECREF(class);
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (PyModule_AddObjectRef(module, "HeaderLines", (PyObject *)&lines_type)) {
+    if (PyModule_AddObjectRef(module, "HeaderLines", (PyObject *)&lines_type) ||
+        PyModule_AddObjectRef(module, "Answer", (PyObject *)&answer_type)) {
         Py_DECREF(module);
         return NULL;
     }

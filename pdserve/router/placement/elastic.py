@@ -24,16 +24,19 @@ But a session's next turn finds less in the memory of another worker, and answer
 So duties change seldom:
 
 - Of E workers, E · share should prefill, a number with a fraction. One worker changes when this number is
-  more than 1/2 + MARGIN away from the number that prefills. So noise of less than MARGIN around any value
-  changes nothing, once the number is settled.
+  more than BAND away from the number that prefills. So noise of less than BAND - 1/2 around any value changes
+  nothing, once the number is settled.
 - After a change there is no other one for `DWELL_S`: at most 1 + T / DWELL_S changes in a time T.
-- When workers come or go, duties change at once only as far as some worker must answer.
+- When workers come or go, the number comes within BAND at once, and some worker always answers.
+- Workers have an order that is the same everywhere, and the first ones prefill. So the processes of a router,
+  which see equal parts of its requests, give the same workers the same duty, but for one at most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -58,8 +61,8 @@ WAITS: Final = 3.0
 """The wait that a prompt may have is this times the mean: about nine of ten are shorter."""
 LEAST_WAIT_SHARE: Final = 0.1
 """Of the level: the wait that is planned for where prompts alone take longer than the level."""
-MARGIN: Final = 0.25
-"""Part of a worker. With 1/2 a whole number would not always be reached."""
+BAND: Final = 0.75
+"""Of a worker. With 1 a whole number would not always be reached; half of it is what cannot be divided."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -85,44 +88,41 @@ class Demand:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._prompt_at_s = self._answer_at_s = self._began_s = float("-inf")
-        self._prompts_s = self._ms_s = self._ms2_s = 0.0
-        self._answering = 0.0
+        self._at_s: float | None = None
+        """Of the last event."""
+        self._weight = 0.0
+        """Of the time since the first one."""
+        self._prompts_s = self._ms_s = self._ms2_s = self._answering = 0.0
         self._answering_now = 0
 
     def on_prompt(self, prefill_ms: float, now_s: float) -> None:
         """A prompt arrived that takes `prefill_ms` to compute."""
-        self._fade_prompts(now_s)
+        self._fade(now_s)
         self._prompts_s += 1 / self._window_s
         self._ms_s += prefill_ms / self._window_s
         self._ms2_s += prefill_ms * prefill_ms / self._window_s
 
     def on_answering(self, requests: int, now_s: float) -> None:
-        """So many requests are in the answer, and have been since the last call."""
+        """So many requests are in the answer from now on."""
+        self._fade(now_s)
         self._answering_now = requests
-        if self._began_s == float("-inf"):
-            self._began_s = now_s
-        kept, self._answer_at_s = self._kept(self._answer_at_s, now_s), max(self._answer_at_s, now_s)
-        self._answering = kept * self._answering + (1 - kept) * requests
 
     def load(self, now_s: float) -> Load:
         """The means now."""
-        self._fade_prompts(now_s)
-        weight = max(LEAST_WEIGHT, 1 - self._kept(self._began_s, max(now_s, self._answer_at_s)))
+        self._fade(now_s)
+        weight = max(LEAST_WEIGHT, self._weight)
         answering = max(self._answering_now, self._answering / weight)
         return Load(self._ms_s / weight, self._ms2_s / weight, self._prompts_s / weight, answering)
 
-    def _fade_prompts(self, now_s: float) -> None:
-        kept, self._prompt_at_s = self._kept(self._prompt_at_s, now_s), max(self._prompt_at_s, now_s)
+    def _fade(self, now_s: float) -> None:
+        before_s = now_s if self._at_s is None else self._at_s
+        kept = math.exp(min(0.0, before_s - now_s) / self._window_s)
+        self._at_s = max(before_s, now_s)
         self._prompts_s *= kept
         self._ms_s *= kept
         self._ms2_s *= kept
-
-    def _kept(self, before_s: float, now_s: float) -> float:
-        """The share of a mean that stays from `before_s` until now. All of it at the first event."""
-        if before_s == float("-inf"):
-            return 1.0
-        return math.exp(min(0.0, before_s - now_s) / self._window_s)
+        self._answering += (1 - kept) * (self._answering_now - self._answering)
+        self._weight += (1 - kept) * (1 - self._weight)
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -163,16 +163,21 @@ def _decode(load: Load, level: ServiceLevel, max_running: int) -> float:
 
 
 class Duties:
-    """The duties of one model's elastic workers. The others of those asked for decode."""
+    """The duties of one model's elastic workers: the first ones of a fixed order prefill."""
 
     def __init__(self, dwell_s: float) -> None:
         self._dwell_s = dwell_s
-        self._quiet_until_s = float("-inf")
-        self._known: set[str] = set()
-        self.prefilling: frozenset[str] = frozenset()
-        """Ids of the workers that prefill."""
+        self._quiet_until_s = -math.inf
+        self._order: list[str] = []
+        self._count = 0
+        """How many prefill."""
         self.changes = 0
         """Workers that got the other duty, since the start."""
+
+    @property
+    def prefilling(self) -> frozenset[str]:
+        """Ids of the workers that prefill. The others of those asked for decode."""
+        return frozenset(self._order[: self._count])
 
     def update(
         self, workers: Sequence[Worker], share: float | None, *, has_decode: bool, now_s: float
@@ -182,46 +187,18 @@ class Duties:
         `share`: of them that should prefill; None: as many as now. `has_decode`: other workers answer too, so
         that all of these may prefill.
         """
-        ids = {worker.id for worker in workers}
-        if ids != self._known:
-            self._join(workers, ids, share)
-        most = len(workers) if has_decode else max(0, len(workers) - 1)
-        while len(self.prefilling) > most:
-            self._give(workers, prefill=False)
-        if share is not None and now_s >= self._quiet_until_s:
-            step = wanted_step(len(workers) * share, len(self.prefilling), most)
-            if step:
-                self._give(workers, prefill=step > 0)
-                self._quiet_until_s = now_s + self._dwell_s
-        return self.prefilling
-
-    def _join(self, workers: Sequence[Worker], ids: Collection[str], share: float | None) -> None:
-        """Take in new workers, each where it is missing most. Those that are gone have no duty."""
-        prefilling = {id_ for id_ in self.prefilling if id_ in ids}
-        known = sum(worker.id in self._known for worker in workers)
-        for worker in workers:
-            if worker.id not in self._known:
-                known += 1
-                if len(prefilling) + 1 <= round(known * (0.5 if share is None else share)):
-                    prefilling.add(worker.id)
-        self.prefilling, self._known = frozenset(prefilling), set(ids)
-
-    def _give(self, workers: Sequence[Worker], *, prefill: bool) -> None:
-        """Give the other duty to the worker that has least of its present one."""
-        here = [worker for worker in workers if (worker.id in self.prefilling) is not prefill]
-        work: Callable[[Worker], int] = (lambda w: w.answering) if prefill else (lambda w: w.queued_tokens)
-        one = min(here, key=lambda worker: (work(worker), worker.id))
-        self.prefilling ^= {one.id}
-        self.changes += 1
-
-
-def wanted_step(target: float, count: int, most: int) -> int:
-    """By how much the number `count` of prefilling workers should change now: -1, 0 or 1. `target` is the
-    number that should prefill, `most` the largest that may.
-    """
-    if count < most and target > count + 0.5 + MARGIN:
-        return 1
-    return -1 if count > 0 and target < count - 0.5 - MARGIN else 0
+        before, known = self.prefilling, self._order
+        self._order = [worker.id for worker in sorted(workers, key=attrgetter("rendezvous", "id"))]
+        target = len(workers) * (0.5 if share is None else share)
+        if self._order != known and (share is not None or len(workers) != len(known)):
+            self._count = min(max(self._count, math.ceil(target - BAND)), math.floor(target + BAND))
+        elif share is not None and now_s >= self._quiet_until_s and abs(target - self._count) > BAND:
+            self._count += 1 if target > self._count else -1
+            self._quiet_until_s = now_s + self._dwell_s
+        self._count = min(self._count, len(workers) if has_decode else max(0, len(workers) - 1))
+        prefilling = self.prefilling
+        self.changes += len((before ^ prefilling) & set(known) & set(self._order))
+        return prefilling
 
 
 class _Model:

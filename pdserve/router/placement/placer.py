@@ -20,7 +20,7 @@ from pdserve.router.placement.planner import HandoffChoice, Plan, Planner, Reque
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.prefix_index import PrefixTable
 from pdserve.router.sessions.keys import named
-from pdserve.router.sessions.table import SessionEntry, SessionTable
+from pdserve.router.sessions.table import SessionEntry, SessionTable, with_workers
 
 PREFIX_BYTES: Final = 32 << 20
 """For the places of prompts' prefixes, about 400 bytes for each KiB of a prompt; what was not seen for the
@@ -117,6 +117,11 @@ class Placer:
             return None
         before = self.sessions.get(facts.session, now_s)
         prefill_id = plan.prefill.id if plan.prefill else before.prefill_id if before else ""
+        workers = before.workers if before else ()
+        if facts.session.is_named:
+            both = (worker, plan.prefill) if plan.prefill else (worker,)
+            tags = [one.info.info_tag for one in both if one.info is not None]
+            workers = with_workers(workers, tags, before.turns + 1 if before else 1)
         entry = SessionEntry(
             request_id,
             worker.id,
@@ -126,6 +131,7 @@ class Placer:
             incarnation=worker.incarnation,
             turns=plan.turn,
             shared_tokens=found_tokens if before is None else before.shared_tokens,
+            workers=workers,
         )
         self.sessions.record(facts.session, entry)
         return entry

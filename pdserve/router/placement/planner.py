@@ -24,6 +24,7 @@ Rules, in order:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable
 from typing import Literal
 
@@ -176,16 +177,17 @@ class Planner(msgspec.Struct, frozen=True):
             return _plan_at_holder(facts, snapshot)
         sender: Choice | None = None
         why: tuple[str, ...] = ()
-        if snapshot.direct_decode:
+        candidates, others = snapshot.decode, snapshot.direct_decode
+        if others:
             sender, why = self._choose_handoff(facts, snapshot, last, places, wanted or self.handoff)
-        candidates, others = snapshot.direct_decode, snapshot.decode
-        if sender is None:
-            candidates, others = snapshot.decode or self._computing(facts, snapshot), snapshot.direct_decode
-        last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
-        if last_id is not None and (
-            last_id in others.by_id or any(worker.id == last_id for worker in snapshot.resting)
-        ):
-            last_id = None  # a worker of the other way, or of another duty now, is not gone
+            if sender is not None:
+                candidates, others = others, candidates
+        candidates = candidates or self._computing(facts, snapshot)
+        last_id = None
+        if last is not None and last.decode_id in snapshot.members:
+            last_id = last.decode_id
+            if last_id in others.by_id or any(worker.id == last_id for worker in snapshot.resting):
+                last_id = None  # a worker of the other way, or of another duty now, is not gone
         name = None if facts.session is None else facts.session.name
         asked = Ask(facts.prompt_tokens_estimate, name, last_id, facts.turn, facts.draw, places)
         choice = self.decode_policy.choose(asked, candidates)
@@ -198,8 +200,8 @@ class Planner(msgspec.Struct, frozen=True):
             decode,
             prefill,
             None if last is None else _settle(facts, snapshot, last, decode, prefill),
-            (*why, f"decode={choice if choice.figures else choice.reason}", f"prefill={why_prefill}"),
-            (("decode", choice.cause or choice.reason), ("prefill", cause)),
+            why + _words(str(choice) if choice.figures else choice.reason, why_prefill),
+            _causes(choice.cause or choice.reason, cause),
             facts.prompt_tokens_estimate if places is None else _uncached(facts, prefill or decode, places),
             places,
             0 if facts.session is None or not facts.is_turn else 1 if last is None else last.turns + 1,
@@ -286,6 +288,16 @@ class Planner(msgspec.Struct, frozen=True):
                 return None, f"direct(uncached={uncached}<{threshold})", "direct"
         why = str(choice) if choice.figures else choice.reason
         return choice.worker, why, choice.cause or choice.reason
+
+
+@functools.lru_cache(maxsize=256)
+def _words(decode: str, prefill: str) -> tuple[str, str]:
+    return f"decode={decode}", f"prefill={prefill}"
+
+
+@functools.lru_cache(maxsize=256)
+def _causes(decode: str, prefill: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("decode", decode), ("prefill", prefill)
 
 
 def _name_media(*workers: Worker) -> bool:

@@ -1,6 +1,14 @@
-"""Placement policies, found by name: those here, and those that other packages add by entry point.
+"""Placement policies: a pure choice among eligible workers, with the reason.
 
-The cost function: one number in milliseconds for a request at a worker. Lower is better.
+A policy gets at least one worker, in a fixed order, and returns one of them. It uses no lock, clock or random
+source: randomness (`Ask.draw`) and times are part of its argument. Policies of other packages are found by
+name through the entry point group `pdserve.router.policies`. Such an entry point is called with
+`PolicySettings` and returns a `Policy`:
+
+    [project.entry-points."pdserve.router.policies"]
+    nearest = "my_package.nearest:Nearest"
+
+The cost function. One number in milliseconds for a request at a worker; lower is better:
 
     cost_ms = prefill_ms_per_token    * (queued tokens + uncached tokens)
             + host_ms_per_token       * tokens in the worker's host memory
@@ -8,49 +16,30 @@ The cost function: one number in milliseconds for a request at a worker. Lower i
             + running_ms_per_request  * requests at the worker
             + missing_kv_ms_per_token * tokens for which the worker has no free KV memory
 
-The cost is roughly the time to the first token, plus the delay of other requests at the worker. Tokens in
-device memory cost nothing. The weights are in the configuration (`[placement]`). Good values come from
-measurements: the prefill rate of the GPU, and the bytes of KV per token divided by the pool's bandwidth.
+It is roughly the time to the first token, plus the delay of other requests at the worker. Tokens in device
+memory cost nothing. The weights are in the configuration (`[placement]`); good ones come from measurements:
+the prefill rate of the GPU, and the bytes of KV per token divided by the pool's bandwidth.
 
-The interface of placement policies: a pure choice among eligible workers.
-
-A policy gets at least one worker, in a fixed order, and returns one of them with the reason. It uses no
-lock, clock or random source. Randomness (`Ask.draw`) and times are part of its argument.
-
-Policies of other packages are found by name through the entry point group `pdserve.router.policies`. Such an
-entry point is called with `PolicySettings` and returns a `Policy`:
-
-    [project.entry-points."pdserve.router.policies"]
-    nearest = "my_package.nearest:Nearest"
-
-The policy `least_loaded`: the worker with the fewest requests.
-
-The policy `round_robin`: each worker in turn, independent of load.
-
-Policies that compare workers by the cost function (`pdserve.router.placement.policies`).
-
-Session affinity: the worker of the session's last turn, else rendezvous hashing with bounded load.
-
-Rendezvous (highest random weight) hashing: every router scores each worker by a hash of session and worker
-and takes the best score. So replicas agree without shared state, also after a restart, and a worker that
-leaves moves only its own sessions. Source: Thaler & Ravishankar, 1998.
-
-Bounded load (mode soft): a worker is overloaded if it has more than `overload_factor` times the mean of
-requests, and more than `overload_min_requests`. Then the worker with the next best score is taken. At least
-one worker is at or below the mean, so one is always found. Mode hard ignores load. Source: Mirrokni, Thorup &
-Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
+Affinity. The worker of the session's last turn, else rendezvous (highest random weight) hashing: every
+router scores each worker by a hash of session and worker and takes the best score. So replicas agree without
+shared state, also after a restart, and a worker that leaves moves only its own sessions (Thaler &
+Ravishankar, 1998). In mode soft its load is bounded: a worker is overloaded if it has more than
+`overload_factor` times the mean of requests, and more than `overload_min_requests`; then the next best score
+counts. At least one worker is at or below the mean, so one is always found (Mirrokni, Thorup & Zadimoghaddam,
+2016). Mode hard ignores load.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator
+from operator import attrgetter, itemgetter
 from typing import Final, Protocol
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 from pdserve.router.api.errors import NoWorkerError
@@ -115,7 +104,7 @@ class Policy(Protocol):
     needs_places: bool
     """Whether the policy uses `Ask.places`, which costs some microseconds to make."""
 
-    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
         """One of `workers` (never empty). Raises NoWorkerError if none of them may be used."""
         ...
 
@@ -145,13 +134,13 @@ class LeastLoaded:
     def __init__(self, settings: PolicySettings) -> None:
         pass
 
-    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
         """The least loaded worker. Equal ones take turns, all of them: were the search begun at worker
         `turn`, the one behind a busy worker would get the requests of both.
         """
         if len(workers) == 1:
             return Choice(workers[0], "least-loaded")
-        if len(workers) > FEW and isinstance(workers, Eligible):
+        if len(workers) > FEW:
             return Choice(workers.order(_load).least(ask.turn), "least-loaded")
         loads = [worker.load for worker in workers]
         least = min(loads)
@@ -169,7 +158,7 @@ class RoundRobin:
     def __init__(self, settings: PolicySettings) -> None:
         pass
 
-    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
         """The worker at index `ask.turn` mod count."""
         return Choice(workers[ask.turn % len(workers)], "round-robin")
 
@@ -196,9 +185,9 @@ class CacheAware:
 
         self._waiting_ms = waiting_ms
 
-    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
         """The worker with the lowest cost. Equal workers alternate."""
-        limit = load_limit(self._stickiness, workers, self._waiting_ms) if self.needs_places else math.inf
+        limit = math.inf if ask.places is None else load_limit(self._stickiness, workers, self._waiting_ms)
         least_ms, best = math.inf, list[tuple[Worker, Cached]]()
         for floor_ms, worker in self._candidates(ask, workers):
             if floor_ms and floor_ms >= least_ms:
@@ -213,29 +202,24 @@ class CacheAware:
         cause = "" if cached is NOTHING else "prefix"
         return Choice(worker, self.reason, cost_words(least_ms, worker, ask.prompt_tokens, cached), cause)
 
-    def _candidates(self, ask: Ask, workers: Sequence[Worker]) -> Iterator[tuple[float, Worker]]:
+    def _candidates(self, ask: Ask, workers: Eligible) -> Iterator[tuple[float, Worker]]:
         """(what it costs at least, worker); 0: all of these must be looked at. Then no later one costs less
         than what an earlier one costs at least.
         """
-        if len(workers) <= FEW_COSTS or not isinstance(workers, Eligible):
+        if len(workers) <= FEW_COSTS:
             for worker in workers:
                 yield 0.0, worker
             return
-        for worker in self._knowing(ask, workers):
-            yield 0.0, worker
+        if ask.places is not None:
+            for incarnation in ask.places.incarnations:
+                if (knowing := workers.by_incarnation.get(incarnation)) is not None:
+                    yield 0.0, knowing
         # all others find the same: what the pool has
         found = self._cached_by_all(ask)
         missing = max(0.0, ask.prompt_tokens - found.pool)
         floor_ms = self._weights.prefill_ms_per_token * missing + self._weights.pool_ms_per_token * found.pool
         for waiting_ms, worker in workers.order(self._waiting_ms).ascending(ask.turn):
             yield max(floor_ms + waiting_ms, LEAST_FLOOR_MS), worker
-
-    def _knowing(self, ask: Ask, workers: Eligible) -> Iterator[Worker]:
-        """The workers that have something of the prompt themselves."""
-        if ask.places is not None:
-            for incarnation in ask.places.incarnations:
-                if (worker := workers.by_incarnation.get(incarnation)) is not None:
-                    yield worker
 
     def _cached_by_all(self, ask: Ask) -> Cached:
         return NOTHING if ask.places is None else ask.places.in_pool
@@ -254,32 +238,33 @@ class LoadAware(CacheAware):
     needs_places = False
     reason = "load-aware"
 
-    def _knowing(self, ask: Ask, workers: Eligible) -> Iterator[Worker]:
-        return iter(())
-
-    def _cached_by_all(self, ask: Ask) -> Cached:
-        return NOTHING
-
-    def _cached(self, ask: Ask, worker: Worker) -> Cached:
-        return NOTHING
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
+        """The worker with the lowest cost. Equal workers alternate."""
+        return super().choose(ask if ask.places is None else replace(ask, places=None), workers)
 
 
-class PowerOfTwo(LoadAware):
+class PowerOfTwo:
     """Takes the less loaded of two workers drawn at random, so several routers do not all choose the same.
 
     Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
     """
 
-    reason = "power-of-two"
+    needs_places = False
 
-    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """The better of two different workers. Every pair is equally likely."""
+    def __init__(self, settings: PolicySettings) -> None:
+        self._weights = settings.weights
+
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
+        """The better of two different workers. Every pair, and each worker of it, is equally likely."""
         count = len(workers)
-        if count > 2:
-            first = ask.draw % count
-            second = (first + 1 + ask.draw // count % (count - 1)) % count
-            workers = workers[first], workers[second]
-        return super().choose(ask, workers)
+        first = ask.draw % count
+        second = (first + 1 + ask.draw // count % max(1, count - 1)) % count
+        costs = [
+            (cost_ms(self._weights, workers[at], ask.prompt_tokens, NOTHING), at) for at in (first, second)
+        ]
+        total_ms, at = min(costs, key=itemgetter(0))
+        worker = workers[at]
+        return Choice(worker, "power-of-two", cost_words(total_ms, worker, ask.prompt_tokens, NOTHING))
 
 
 class Affinity:
@@ -290,7 +275,7 @@ class Affinity:
         self._fallback = fallback
         self.needs_places = fallback.needs_places
 
-    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+    def choose(self, ask: Ask, workers: Eligible) -> Choice:
         """The session's worker, or another one if it is gone or overloaded.
 
         Raises NoWorkerError if the session's worker is gone and `when_gone` is refuse.
@@ -300,7 +285,7 @@ class Affinity:
         limit = math.inf if self._stickiness.mode == "hard" else load_limit(self._stickiness, workers, _load)
         why = "rendezvous"
         if ask.last_id is not None:
-            last = _named(workers, ask.last_id)
+            last = workers.by_id.get(ask.last_id)
             if last is not None and last.load < limit:
                 return Choice(last, "session")
             if last is not None:
@@ -316,40 +301,31 @@ class Affinity:
         return Choice(best, why)
 
 
-def load_limit(stickiness: Session, workers: Sequence[Worker], kept: Key) -> float:
+def load_limit(stickiness: Session, workers: Eligible, kept: Key) -> float:
     """Number of requests from which on a worker is overloaded. The mean includes the new request. `kept`: the
     key of an order that is kept of the workers anyway.
     """
     count = len(workers)
-    if count > FEW and isinstance(workers, Eligible):
+    if count > FEW:
         mean = workers.order(kept).mean_load + 1 / count
     else:
         mean = (sum(map(_load, workers)) + 1) / count
     return max(stickiness.overload_factor * mean, stickiness.overload_min_requests)
 
 
-def _named(workers: Sequence[Worker], worker_id: str) -> Worker | None:
-    if isinstance(workers, Eligible):
-        return workers.by_id.get(worker_id)
-    return next((worker for worker in workers if worker.id == worker_id), None)
-
-
-def rendezvous_scores(session: str, workers: Sequence[Worker]) -> list[int]:
+def rendezvous_scores(session: str, workers: Eligible) -> list[int]:
     """The workers' scores for the session: the products, modulo 2^64, of its hash with odd numbers that are
     the workers'. For a hash of 64 random bits each worker is the best one as often as every other.
     """
     hashed = xxhash.xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
-    if isinstance(workers, Eligible):
-        numbers: Iterable[int] = workers.rendezvous
-    else:
-        numbers = (worker.rendezvous for worker in workers)
-    return list(map(_64_BITS.__and__, map(hashed.__mul__, numbers)))  # no bytecode for each worker
+    products = map(hashed.__mul__, workers.rendezvous)
+    return list(map(_64_BITS.__and__, products))  # no bytecode for each worker
 
 
 _64_BITS: Final = 2**64 - 1
 
 
-def rendezvous_order(session: str, workers: Sequence[Worker]) -> list[Worker]:
+def rendezvous_order(session: str, workers: Eligible) -> list[Worker]:
     """`workers` by their score for the session, best first. The input order does not matter."""
     scored = zip(rendezvous_scores(session, workers), workers, strict=True)
     return [worker for _, worker in sorted(scored, key=lambda one: (one[0], one[1].id), reverse=True)]

@@ -12,52 +12,77 @@ from __future__ import annotations
 
 import logging
 import time
+from time import monotonic
 from typing import Any, Final
 
-from pdserve.router.config.limits import ServiceLevel
+from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.request import End, Request
-from pdserve.router.request.traces import Served
+from pdserve.router.request.traces import Served, TraceFile
 from pdserve.tracing import Tracer
 
-NO_LEVEL: Final = ServiceLevel()
 ACCESS_LOG: Final = logging.getLogger("pdserve.router.access")
 _ENDS: Final[dict[End | None, str]] = {"client": "the client left", "deadline": "the deadline passed"}
 STAGES: Final = ("settle", "prefill", "publish")
 
 
-def account(request: Request, stats: Stats, now_s: float, level: ServiceLevel = NO_LEVEL) -> None:
-    """Count the request."""
-    stats.in_flight -= 1
-    endpoint, status = request.endpoint, request.status
-    path = endpoint.path
-    if not request.is_started:
-        stats.requests[path, "aborted"] += 1
-        return
-    stats.requests[path, str(status)] += 1
-    first_s = request.first_s
-    until_first_s = first_s - request.started_s
-    stats.first_byte[path].observe(until_first_s)
-    if request.is_stream:
-        parts_s = request.parts_s
-        stats.parts[tuple(parts_s)].append(tuple(parts_s.values()))
-    if request.is_complete and status < 400 and endpoint.task is not None:
-        model = request.model
-        stats.model_request[model].observe(now_s - request.started_s)
-        if request.is_stream:
-            stats.model_first_token[model].observe(until_first_s)
-            between_s = 0.0
-            if (more := request.used_tokens()[1] - 1) > 0:
-                between_s = (now_s - first_s) / more
-                stats.model_inter_token[model].observe(between_s)
-            if level is not NO_LEVEL:
-                stats.slo_streams[model, level.kept(1e3 * until_first_s, 1e3 * between_s)] += 1
-    stats.on_request()
+class Account:
+    """Notes the requests of one router."""
+
+    def __init__(self, config: RouterConfig, stats: Stats, trace_file: TraceFile | None) -> None:
+        self._stats = stats
+        self._level = config.slo if config.slo.is_set else None
+        self._logs_access = config.access_log
+        self._trace_file = trace_file
+        self._has_more = self._level is not None or config.access_log or trace_file is not None
+
+    def end(self, request: Request) -> None:
+        """The request is over, in whatever way: count it."""
+        stats, now_s, status = self._stats, monotonic(), request.status
+        endpoint, path, model = request.endpoint, request.endpoint.path, request.model
+        stats.in_flight -= 1
+        if not request.is_started:
+            stats.requests[path, "aborted"] += 1
+        else:
+            stats.requests[path, "200" if status == 200 else str(status)] += 1
+            first_s = request.first_s
+            until_first_s = first_s - request.started_s
+            stats.first_byte[path].observe(until_first_s)
+            is_stream = request.is_stream
+            if is_stream:
+                stats.parts[tuple(request.parts_s)].append(tuple(request.parts_s.values()))
+            if request.is_complete and status < 400 and endpoint.task is not None:
+                stats.model_request[model].observe(now_s - request.started_s)
+                if is_stream:
+                    stats.model_first_token[model].observe(until_first_s)
+                    if (more := request.used[1] - 1) > 0:
+                        stats.model_inter_token[model].observe((now_s - first_s) / more)
+            stats.left -= 1
+            if not stats.left:
+                stats.count()
+        if self._has_more:
+            self._note(request, now_s)
+        if request.trace is not None:
+            end_trace(request, now_s)
+
+    def _note(self, request: Request, now_s: float) -> None:
+        """What is noted only where the configuration asks for it."""
+        is_good = request.is_complete and request.is_stream and request.status < 400
+        if self._level is not None and is_good and request.endpoint.task is not None:
+            between_s = (now_s - request.first_s) / max(1, request.used[1] - 1)
+            first_s = request.first_s - request.started_s
+            kept = self._level.kept(1e3 * first_s, 1e3 * between_s if request.used[1] > 1 else 0.0)
+            self._stats.slo_streams[request.model, kept] += 1
+        if self._logs_access:
+            request.name_logs()
+            log_access(request, now_s)
+        if self._trace_file is not None and (told := served(request, now_s)) is not None:
+            self._stats.untraced += not self._trace_file.record(told)
 
 
 def log_access(request: Request, now_s: float) -> None:
     """Write the request's line. It holds no prompt, answer or key."""
-    prompt, output = request.used_tokens()
+    prompt, output = request.used
     said: dict[str, Any] = {
         "route": request.endpoint.path,
         "status": request.status or "aborted",
@@ -86,7 +111,7 @@ def served(request: Request, now_s: float) -> Served | None:
         or request.status >= 400
     ):
         return None
-    input_tokens, output_tokens = meter.total(request.is_stream)
+    input_tokens, output_tokens = request.used
     session = facts.session
     return Served(
         at_s=time.time() - (now_s - request.started_s),

@@ -11,6 +11,7 @@ them (`on_piece`, then `Request.relay`); the request's coroutine waits for the e
 from __future__ import annotations
 
 import logging
+import math
 from typing import Final
 
 from pdserve.router.api.endpoints import new_id
@@ -20,7 +21,7 @@ from pdserve.router.http.tls import UpstreamError
 from pdserve.router.http.worker_connection import WorkerConnection
 from pdserve.router.metrics.names import CACHES, TIERS
 from pdserve.router.proxy.failures import Failure, WorkerAnswerError, outcome_of
-from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
+from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Parts
 from pdserve.router.proxy.prefill import cached_before_line, count_prompt
 from pdserve.router.request.reports import CACHED_HEADER, parse_cached
 from pdserve.router.request.request import Request
@@ -41,40 +42,42 @@ class Decode:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._is_talkative = logger.isEnabledFor(logging.DEBUG)
-        self._asks_marks = parts.config.continue_streams != "never"
+        self._limits_s = parts.limits_s
+        self._suspicion = parts.suspicion
+        self._marks_request = b"" if parts.config.continue_streams == "never" else MARKS_REQUEST
 
-    async def attempt(self, request: Request, claim: Claim) -> Failure | None:
+    async def attempt(self, request: Request, worker: Worker) -> Failure | None:
         """Have the claimed worker answer. Returns None when the client has the whole answer, else what went
         wrong; the client may have a part of a stream then.
         """
-        parts, worker, limits_s = self._parts, claim.worker, self._parts.limits_s
-        suspects = parts.suspects
+        parts, limits_s, suspicion = self._parts, self._limits_s, self._suspicion
         if self._is_talkative:
+            request.name_logs()
             logger.debug("%r, %s", worker, ", ".join(request.words))
         request.between_s = limit_s = limits_s.between_chunks_s
         if not request.is_started:
             limit_s = limits_s.first_byte_s if request.streams else limits_s.whole_answer_s
-        if suspects.suspicion.is_active:
-            request.has_turn = await suspects.take_turn(request)
+        if suspicion.is_active:
+            request.has_turn = await parts.suspects.take_turn(request)
         request.tell_plan()
-        request.claim, request.is_begun, request.is_relayed = claim, False, False
+        request.worker = worker
+        request.is_begun = request.is_relayed = False
+        endpoint, body = request.endpoint, request.body
+        target, lines = endpoint.target, request.lines + request.cached_before + request.turns_line
+        if endpoint.is_resumable:
+            lines += self._marks_request
+        if request.is_started or endpoint.stored_as or request.room_line:
+            target, lines, body = self._question(request, worker, lines)
         try:
-            target, lines, body = self._question(request, worker)
             up = await parts.upstream.exchange(
-                request, worker, target, lines, body, limit_s, limits_s.connect_s, self.on_piece, request
+                request, worker, target, lines, body, limit_s, limits_s.connect_s, self.on_piece
             )
             if not request.is_begun:
                 self._begin(request, up)
             if up.status >= 400:
                 await self._refuse(request, up.status, up.take())
             elif up.is_stream:
-                if not request.is_relayed:
-                    self._begin_stream(request, up)
-                assert request.marks is not None
-                ready = request.marks.take_any(up.take(), True)
-                if not request.is_started:
-                    request.begin_stream(up)
-                await request.pass_on(ready, more=False)
+                await self._end_stream(request, up)
             else:
                 await self._send_whole(request, up)
         except (UpstreamError, WorkerAnswerError) as error:
@@ -84,36 +87,34 @@ class Decode:
             request.up = None
             if request.has_turn:
                 request.has_turn = False
-                suspects.pass_turn()
+                parts.suspects.pass_turn()
         circuit = worker.circuit
         if circuit.failures or circuit.retry_at_s:
             parts.on_well(worker)
-        if suspects.suspicion.is_active:
-            suspects.suspicion.on_answered(request.endpoint.path, request.body)
+        if suspicion.is_active:
+            suspicion.on_answered(endpoint.path, request.body)
         if request.suspects and up.status < 400:
             parts.on_answered(request)
         if request.turn is not None and up.status < 400:
             self._note_answered(request, request.turn)
         return None
 
-    def _question(self, request: Request, worker: Worker) -> tuple[bytes, bytes, bytes]:
-        """(target, header lines, body): the request, or what the worker needs to continue it."""
-        endpoint, body = request.endpoint, request.body
-        target = endpoint.target
-        if endpoint.stored_as:
+    def _question(self, request: Request, worker: Worker, lines: bytes) -> tuple[bytes, bytes, bytes]:
+        """(target, header lines, body): the request with what only some have, or what the worker needs to
+        continue it.
+        """
+        target, body = request.endpoint.target, request.body
+        if request.endpoint.stored_as:
             assert request.tenant is not None
-            body = with_member(body, endpoint.stored_as, new_id(worker.id, request.tenant.name))
-        lines = request.lines + request.cached_before + request.turns_line + request.room_line
-        if self._asks_marks and endpoint.is_resumable:
-            lines += MARKS_REQUEST
+            body = with_member(body, request.endpoint.stored_as, new_id(worker.id, request.tenant.name))
         if request.is_started:
             assert request.marks is not None
             target, body = b"/pd/continue?endpoint=" + target, request.marks.continue_body(body)
-        return target, lines, body
+        return target, lines + request.room_line, body
 
     def on_piece(self, up: WorkerConnection) -> None:
         """The head of an answer is here, or its first pieces; called by the worker's connection."""
-        request = up.asked_by
+        request = up.owner
         assert isinstance(request, Request)
         request.up = up
         if request.connection.is_full:
@@ -140,44 +141,47 @@ class Decode:
 
     def _begin(self, request: Request, up: WorkerConnection) -> None:
         """The worker has begun to answer: note it."""
-        parts, claim = self._parts, request.claim
-        assert claim is not None
-        worker = claim.worker
+        worker = request.worker
+        up.read_head()
         request.is_begun = True
-        if claim.queued_tokens:
-            claim.on_computed()
+        if request.queued_tokens:
+            self._parts.fleet.on_queued(worker, -request.queued_tokens)
+            request.queued_tokens = 0
         request.decode_id = worker.id_header
         if up.status >= 400:
             return
-        tokens: dict[str, int] = {}
         if not (request.is_prompt_counted and request.cached_before) and CACHED_HEADER in up.said:
-            tokens = parse_cached(up.said[CACHED_HEADER].decode("latin-1"))
-        if tokens and not request.is_prompt_counted:
-            count_prompt(parts.stats, request, [tokens.get(tier, 0) for tier in TIERS])
-            # of several prompts the worker may know only the first one yet
-            if "computed" in tokens and request.meter is not None and not request.facts.has_several_prompts:
-                request.meter.prompt_tokens = sum(tokens.values())
+            self._read_cached(request, up)
         facts = request.facts
         if facts.prefix is not None or facts.session is not None:
-            request.turn = parts.placer.on_answering(
+            request.turn = self._parts.placer.on_answering(
                 facts,
                 request.plan,
                 worker,
                 request.worker_id.decode(),
-                parts.loop.time(),
+                self._parts.loop.time(),
                 request.found_tokens,
             )
         if not up.is_stream:
-            request.quiet_s = float("inf")  # what comes is no stream
-        elif tokens and not (request.is_started or request.cached_before):
+            request.quiet_s = math.inf  # what comes is no stream
+
+    def _read_cached(self, request: Request, up: WorkerConnection) -> None:
+        """The worker says what it had of the prompt, and no other one has said so before."""
+        tokens = parse_cached(up.said[CACHED_HEADER].decode("latin-1"))
+        if tokens and not request.is_prompt_counted:
+            count_prompt(self._parts.stats, request, [tokens.get(tier, 0) for tier in TIERS])
+            # of several prompts the worker may know only the first one yet
+            if "computed" in tokens and request.meter is not None and not request.facts.has_several_prompts:
+                request.meter.prompt_tokens = sum(tokens.values())
+        if tokens and up.is_stream and not (request.is_started or request.cached_before):
             device, host, pool = (tokens.get(tier, 0) for tier in CACHES)
             request.cached_before = cached_before_line([(device, host, pool)])
 
     def _begin_stream(self, request: Request, up: WorkerConnection) -> None:
         """The first byte of a stream, or of its rest, is here."""
-        parts, claim, marks = self._parts, request.claim, request.marks
+        parts, marks = self._parts, request.marks
         if marks is None:
-            marks = request.marks = StreamMarks(MARKS_HEADER in up.said)
+            request.marks = marks = StreamMarks(MARKS_HEADER in up.said)
             if request.meter is not None:
                 request.meter.marks = marks
         else:
@@ -186,10 +190,20 @@ class Decode:
         if request.has_turn:
             request.has_turn = False
             parts.suspects.pass_turn()
-        if claim.trial:
-            parts.fleet.on_trial_answering(claim.worker, claim.trial, parts.loop.time())
+        if request.trial:
+            parts.fleet.on_trial_answering(request.worker, request.trial, parts.loop.time())
         if request.suspects:
             parts.on_answered(request)
+
+    async def _end_stream(self, request: Request, up: WorkerConnection) -> None:
+        """Pass on the last piece of a stream, or all of it."""
+        if not request.is_relayed:
+            self._begin_stream(request, up)
+        assert request.marks is not None
+        ready = request.marks.take_any(up.take(), True)
+        if not request.is_started:
+            request.begin_stream(up)
+        await request.pass_on(ready, more=False)
 
     async def _refuse(self, request: Request, status: int, body: bytes) -> None:
         """The worker answered with an error. Raises WorkerAnswerError where another worker may do better."""
@@ -247,7 +261,7 @@ def _relay_long(up: WorkerConnection) -> None:
     """Pass on a long answer as it comes. If the worker breaks off, the client's connection is closed before
     the answer's end.
     """
-    request = up.asked_by
+    request = up.owner
     assert isinstance(request, Request)
     if request.connection.is_full:
         up.pause()

@@ -27,7 +27,7 @@ from pdserve.router.http.worker_connection import Waiter
 from pdserve.router.placement.planner import Plan
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.failures import Failure, outcome_of
-from pdserve.router.proxy.parts import Claim, Parts
+from pdserve.router.proxy.parts import Parts
 from pdserve.router.proxy.place import plan
 from pdserve.router.proxy.prefill import GOOD, ask, settle
 from pdserve.router.proxy.recover import Recovery
@@ -122,31 +122,33 @@ class DirectWay:
         """One try."""
         parts, made, now_s = self._parts, request.plan, self._parts.loop.time()
         assert made.prefill is not None
-        sender = Claim(parts.fleet, made.prefill, now_s, made.uncached_tokens)
-        claim = Claim(parts.fleet, made.decode, now_s)
+        parts.fleet.on_selected(made.prefill, now_s, made.uncached_tokens)
+        request.trial = parts.fleet.on_selected(made.decode, now_s)
         try:
             if made.settle is not None:
                 word = await settle(parts, request, made.settle)
                 request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
-            return await hand_over(parts, self._decode, request, made.prefill, claim)
+            return await hand_over(parts, self._decode, request, made.prefill, made.decode)
         finally:
-            sender.release()
-            claim.release()
+            parts.fleet.on_released(made.prefill, made.uncached_tokens)
+            parts.fleet.on_released(made.decode)
 
 
 class _PrefillLost(BaseException):
     """Raised where the request waits for the decode worker."""
 
 
-async def hand_over(parts: Parts, decode: Decode, request: Request, prefill: Worker, claim: Claim) -> Outcome:
-    """Have the claimed decode worker answer with what `prefill` computes. If it is lost the client may have a
-    part of a stream. Raises WorkerAnswerError when the request itself is at fault.
+async def hand_over(
+    parts: Parts, decode: Decode, request: Request, prefill: Worker, worker: Worker
+) -> Outcome:
+    """Have the claimed decode `worker` answer with what `prefill` computes. If it is lost the client may have
+    a part of a stream. Raises WorkerAnswerError when the request itself is at fault.
     """
     limits_s = parts.limits_s
     limit_s = limits_s.direct_s if request.plan.has_fallback else limits_s.prefill_s
     request.room_line = room_line(prefill)
-    asking = parts.loop.create_task(ask(parts, request, prefill, limit_s, Waiter()))
+    asking = parts.loop.create_task(ask(parts, request, prefill, limit_s, Waiter(request)))
 
     def on_report(_: object) -> None:
         if not request.is_started and _word(asking) not in GOOD:
@@ -155,17 +157,17 @@ async def hand_over(parts: Parts, decode: Decode, request: Request, prefill: Wor
     try:
         asking.add_done_callback(on_report)
         try:
-            failure = await decode.attempt(request, claim)
+            failure = await decode.attempt(request, worker)
         finally:
             asking.remove_done_callback(on_report)
         if failure is None and not asking.done():
             await asyncio.wait({asking}, timeout=REPORT_GRACE_S)
     except _PrefillLost:
-        outcome = _cut(parts, request, prefill, claim.worker, asking)
+        outcome = _cut(parts, request, prefill, worker, asking)
     else:
         outcome = Outcome("ok")
         if failure is not None:
-            outcome = Outcome(f"decode-{outcome_of(failure)}", claim.worker, failure)
+            outcome = Outcome(f"decode-{outcome_of(failure)}", worker, failure)
     finally:
         request.room_line = b""
         asking.cancel()

@@ -36,22 +36,18 @@ class RetryBudget:
         self._most = min_per_s * KEPT_S + ratio * KEPT_REQUESTS
         self._balance = min_per_s * KEPT_S
         self._paid_s = now_s
+        self.requests = 0
+        """Begun, and not paid in yet. Whoever begins one counts it."""
 
     @property
     def balance(self) -> float:
-        """Retries left, as of the last call."""
-        return self._balance
-
-    def on_request(self) -> None:
-        """A request was begun."""
-        self._balance += self._ratio
-        if self._balance > self._most:
-            self._balance = self._most
+        """Retries left, as of the last `take`."""
+        return min(self._most, self._balance + self.requests * self._ratio)
 
     def take(self, now_s: float) -> bool:
         """Whether a retry may be made now; it is then paid for."""
-        self._balance = min(self._most, self._balance + (now_s - self._paid_s) * self._min_per_s)
-        self._paid_s = now_s
+        self._balance = min(self._most, self.balance + (now_s - self._paid_s) * self._min_per_s)
+        self._paid_s, self.requests = now_s, 0
         if self._balance < 1:
             return False
         self._balance -= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
-from pdserve.router.admission.queue import State, Ticket
+from pdserve.router.admission.start_by import HEADERS
 from pdserve.router.api.endpoints import ENDPOINTS, fold
 from pdserve.router.api.errors import NoWorkerError, error_of
 from pdserve.router.api.request_body import RequestView
@@ -22,19 +21,18 @@ from pdserve.router.http.driven import in_task
 from pdserve.router.http.listening import LAST_WORD_S
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access, served
+from pdserve.router.proxy.account import Account, begin_trace
 from pdserve.router.proxy.bodies import Bodies
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.direct import DirectWay
 from pdserve.router.proxy.failures import WorkerAnswerError
-from pdserve.router.proxy.parts import Claim, Parts
+from pdserve.router.proxy.parts import Parts
 from pdserve.router.proxy.place import first_plan, last_turn, plan
-from pdserve.router.proxy.prefill import prefill, settle
+from pdserve.router.proxy.prefill import prefill, release_prefill, settle
 from pdserve.router.proxy.recover import Recovery
 from pdserve.router.proxy.understand import Understanding
 from pdserve.router.request.request import Request
 from pdserve.router.request.traces import TraceFile
-from pdserve.router.tenants.retained import Retained
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tracing import Tracer
 
@@ -57,25 +55,26 @@ class Proxy:
     ) -> None:
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
-        self.request: Final[Callable[..., Request]] = functools.partial(Request, self.handle)
-        """Makes the requests that are served here."""
         self._parts = parts = Parts(config, fleet, gate, upstream, stats)
+        self._fleet = fleet
         self.placer: Final = parts.placer
         self._gate = gate
         self._stats = stats
-        self._watched = upstream.deadlines.watched
+        self._loop = parts.loop
+        self._watched = self.running = upstream.deadlines.watched
         self._tracer = tracer
         self._cors = cors
         self._has_extras = tracer is not None or cors is not None
-        self._logs_access = config.access_log
-        self._trace_file = trace_file
-        self._level = config.slo if config.slo.is_set else NO_LEVEL
+        self._account = Account(config, stats, trace_file)
         self._total_s = config.deadlines.total_s
         self._early_head_s = config.deadlines.early_head_s
         self._bodies = Bodies(config, fleet)
         self._understanding = Understanding(
             config, fleet, gate, stats, needs_prefix=parts.placer.needs_prefix
         )
+        told_by = *HEADERS, *self._understanding.told_by, b"content-encoding"
+        self.request: Final[Callable[..., Request]] = Request.maker(self.handle, told_by)
+        """Makes the requests that are served here."""
         self._decode = Decode(parts)
         self._recovery = Recovery(parts, self._decode)
         self._direct = DirectWay(parts, self._decode, self._recovery)
@@ -85,41 +84,50 @@ class Proxy:
         folded = fold(path)
         return folded if folded in ENDPOINTS else None
 
-    @property
-    def retained(self) -> Retained:
-        """What tenants have kept in the pool."""
-        return self._understanding.retained
-
     async def handle(self, request: Request) -> None:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
-        request.total_s = request.started_s + self._bodies.limit_s
+        bodies, gate, understanding, size = self._bodies, self._gate, self._understanding, len(request.body)
         self._watched.add(request)
         self._stats.in_flight += 1
         if self._has_extras:
             self._begin_extras(request)
         try:
-            if request.method != b"POST":
-                await self._serve_other_method(request)
-            elif (tenant := self._admit_at_once(request) or await self._admit_body(request)) is not None:
-                understanding, gate, fleet = self._understanding, self._gate, self._parts.fleet
-                view = understanding.read(request)
+            if (
+                request.more_body
+                or request.method != b"POST"
+                or size > bodies.at_once_bytes
+                or bodies.held_bytes + size > bodies.limit_bytes
+                or (not request.is_plain and b"content-encoding" in request.fields)
+            ):
+                request.total_s = request.started_s + bodies.limit_s
+                if not await self._admit(request):
+                    return
+            else:  # nearly always
+                tenants = gate.tenants
+                request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
+                request.held_bytes = size
+                bodies.held_bytes += size
+                request.total_s = request.started_s + self._total_s
+            request.phase = "plan"
+            tenant, view, snapshot = request.tenant, understanding.read(request), None
+            assert tenant is not None
+            now_s = self._loop.time()
+            if view.model in self._fleet.tasks:
+                snapshot = self._fleet.snapshot(view.model, now_s)
+            if snapshot is not None and snapshot.slots:
+                understanding.understand(request, tenant, view)
+                if not gate.start(request, tenant, snapshot.slots, now_s):
+                    await gate.enter(request, tenant)
+                    snapshot = None
+            else:
+                await self._hold(request, tenant, view)
                 snapshot = None
-                if view.model is not None and view.model in fleet.tasks:
-                    snapshot = fleet.snapshot(view.model, self._parts.loop.time())
-                if snapshot is not None and snapshot.slots:
-                    understanding.understand(request, tenant, view)
-                    ticket = gate.arrive(request, tenant, snapshot)
-                    if ticket.state is not State.RUNNING:
-                        await gate.wait(request, ticket)
-                        snapshot = None
-                else:
-                    ticket, snapshot = await self._hold(request, tenant, view), None
-                try:
-                    if request.trace is not None:
-                        request.planned_s = time.monotonic()
-                    await self._dispatch(request, snapshot)
-                finally:
-                    gate.leave(request, ticket)
+            try:
+                if request.trace is not None:
+                    request.planned_s = time.monotonic()
+                await self._dispatch(request, snapshot, now_s)
+            finally:
+                gate.leave(request)
         except RequestError as error:
             if request.phase == "body":
                 await self._bodies.refuse(request, error)
@@ -130,12 +138,15 @@ class Proxy:
         except asyncio.CancelledError:
             await self._on_cancelled(request)
         except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
+            request.name_logs()
             logger.exception("a request failed inside the router")
             await request.break_off(500, "Internal error in the router.", "internal_error")
         finally:
-            self._end(request)
+            self._watched.discard(request)
+            bodies.held_bytes -= request.held_bytes
+            self._account.end(request)
 
-    async def _hold(self, request: Request, tenant: TenantState, view: RequestView) -> Ticket:
+    async def _hold(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Wait for a worker of the request's model, which has none, and until it may run. Raises
         RequestError.
         """
@@ -147,23 +158,19 @@ class Proxy:
             if held is not None:
                 gate.release(held)
             raise
-        if held is not None:
-            return await gate.enter(request, held)
-        ticket = gate.arrive(request, tenant)
-        if ticket.state is not State.RUNNING:
-            await gate.wait(request, ticket)
-        return ticket
+        await gate.enter(request, tenant, held)
 
-    async def _dispatch(self, request: Request, snapshot: Snapshot | None) -> None:
-        """Have workers answer. `snapshot`: those of its model, where they are known to be of now. Both
+    async def _dispatch(self, request: Request, snapshot: Snapshot | None, now_s: float) -> None:
+        """Have workers answer. `snapshot`: those of its model now, `now_s`, where they are known. Both
         workers are claimed while the last turn settles. Raises RequestError, and WorkerAnswerError when the
         request itself is at fault. On cancellation all load is released.
         """
-        parts, last = self._parts, None
-        now_s = parts.loop.time()
-        if parts.suspects.suspicion.is_active:
+        parts, fleet, last = self._parts, self._fleet, None
+        if parts.suspicion.is_active:
             await parts.suspects.check(request)
-            snapshot, now_s = None, parts.loop.time()
+            snapshot = None
+        if snapshot is None:
+            now_s = parts.loop.time()
         if request.facts.session is not None:
             last = last_turn(parts, request)
         try:
@@ -171,75 +178,60 @@ class Proxy:
         except NoWorkerError:
             made = await first_plan(parts, request, last)
             now_s = parts.loop.time()
-        parts.budget.on_request()
+        parts.budget.requests += 1
         if request.streams and request.endpoint.streams:
             request.quiet_s = now_s + self._early_head_s
         if made.handoff == "direct":
             if await self._direct.answer(request, last):
                 return
             made, now_s = request.plan, parts.loop.time()
-        uncached = made.uncached_tokens
-        decode = Claim(parts.fleet, made.decode, now_s, 0 if made.prefill else uncached)
-        first = None
-        if made.prefill is not None:
-            first = Claim(parts.fleet, made.prefill, now_s, uncached, prefills=True)
+        decode, first, tokens = made.decode, made.prefill, made.uncached_tokens
+        if first is None:
+            request.queued_tokens = tokens
+        else:
+            fleet.on_selected(first, now_s, tokens, 1)
+            request.prefills, request.prefill_tokens = first, tokens
+        request.trial = fleet.on_selected(decode, now_s, request.queued_tokens)
         try:
             if made.settle is not None:
                 word = await settle(parts, request, made.settle)
                 request.words += (word,)
             if first is not None:
-                claim, first = first, None  # the stage releases it
-                word = await prefill(parts, request, claim)
+                word = await prefill(parts, request, first)
                 request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
             failure = await self._decode.attempt(request, decode)
         finally:
-            decode.release()
-            if first is not None:
-                first.release()
+            fleet.on_released(decode, request.queued_tokens)
+            if request.prefills is not None:
+                release_prefill(parts, request)
         if failure is not None:
-            await self._recovery.retry(request, made.decode, failure)
+            request.queued_tokens = 0
+            await self._recovery.retry(request, decode, failure)
 
-    def _admit_at_once(self, request: Request) -> TenantState | None:
-        """Whose request it is, whose body is here, as nearly all are. None: it is not, or must be looked at.
-        Raises RequestError.
-        """
-        bodies, size = self._bodies, len(request.body)
-        if (
-            request.more_body
-            or size > bodies.at_once_bytes
-            or bodies.held_bytes + size > bodies.limit_bytes
-            or b"content-encoding" in request.fields
-        ):
-            return None
-        tenants = self._gate.tenants
-        tenant = request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
-        request.held_bytes = size
-        bodies.held_bytes += size
-        request.phase, request.total_s = "plan", request.started_s + self._total_s
-        return tenant
-
-    async def _admit_body(self, request: Request) -> TenantState | None:
-        """Whose request it is, once its body is here. None: it is refused, and the client was told."""
+    async def _admit(self, request: Request) -> bool:
+        """Whether the request is to be served, once its body is here. False: its client was told, or left."""
+        if request.method != b"POST":
+            await self._serve_other_method(request)
+            return False
         try:
-            tenant = self._whose(request)
+            request.tenant = self._whose(request)
             body = await self._bodies.read(request)
         except RequestError as error:
             await self._bodies.refuse(request, error)
-            return None
+            return False
         if body is None:
             request.end = "client"
             self._stats.client_aborts[request.phase] += 1
-            return None
+            return False
         request.body = body
-        request.phase, request.total_s = "plan", request.started_s + self._total_s
+        request.total_s = request.started_s + self._total_s
         if not request.connection.is_reading:  # for a large body, which was read
             request.connection.read_on()
-        return tenant
+        return True
 
     def _whose(self, request: Request) -> TenantState:
-        request.tenant = tenant = self._gate.authenticate(request.fields, request.address)
-        return tenant
+        return self._gate.authenticate(request.fields, request.address)
 
     async def _serve_other_method(self, request: Request) -> None:
         cors = self._cors
@@ -256,18 +248,6 @@ class Proxy:
             begin_trace(self._tracer, request)
         if self._cors is not None:
             request.more_headers = self._cors.headers(request.fields)
-
-    def _end(self, request: Request) -> None:
-        self._watched.discard(request)
-        self._bodies.held_bytes -= request.held_bytes
-        now_s = time.monotonic()
-        account(request, self._stats, now_s, self._level)
-        if self._logs_access:
-            log_access(request, now_s)
-        if self._trace_file is not None and (told := served(request, now_s)) is not None:
-            self._stats.untraced += not self._trace_file.record(told)
-        if request.trace is not None:
-            end_trace(request, now_s)
 
     async def _on_cancelled(self, request: Request) -> None:
         """The request was ended from outside: by its client, by its deadline, or by the server that stops."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Final
 
 from pdserve.logs import ThrottledLog
@@ -46,14 +47,17 @@ class Parts:
     ) -> None:
         self.config = config
         self.limits_s = config.deadlines
+        self.pull_ahead_tokens = config.pull_ahead_tokens or math.inf
         self.fleet = fleet
         self.gate = gate
         self.upstream = upstream
         self.stats = stats
+        self.plans = stats.plans
         self.loop = asyncio.get_running_loop()
         self.placer = Placer(config, fleet)
         self.wait = WorkerWait(fleet)
         self.suspects = Suspects(fleet, upstream, stats, self.wait)
+        self.suspicion = self.suspects.suspicion
         self.budget = RetryBudget(self.loop.time())
         self.shared_prefills = SharedPrefills()
         self._log = ThrottledLog(logger)
@@ -97,6 +101,7 @@ class Parts:
         A 500 can be the request's doing. Its worker is a suspect until another worker has answered the same
         request (`on_answered`): else a worker that fails fast would draw all requests.
         """
+        request.name_logs()
         said = words_of(error)
         self._log.warning(worker.id, "%s worker %s: %s; %s", worker.role, worker.id, said, consequence)
         if is_blamed and is_workers_fault(error):
@@ -106,6 +111,7 @@ class Parts:
 
     def on_answered(self, request: Request) -> None:
         """A worker has answered the request well, so the errors of the suspects were theirs."""
+        request.name_logs()
         for worker in request.suspects:
             self._blame(worker)
         request.suspects = ()
@@ -113,38 +119,3 @@ class Parts:
     def _blame(self, worker: Worker) -> None:
         if self.fleet.on_failure(worker, self.loop.time()):
             logger.warning("%s worker %s: circuit opened", worker.role, worker.id)
-
-
-class Claim:
-    """A request's load at one worker, counted from the choice of the worker until `release`. Requests that
-    arrive together see each other's claims, so they do not all choose the same worker.
-    """
-
-    __slots__ = ("_fleet", "_prefills", "queued_tokens", "trial", "worker")
-
-    def __init__(
-        self, fleet: Fleet, worker: Worker, now_s: float, queued_tokens: int = 0, *, prefills: bool = False
-    ) -> None:
-        """`queued_tokens`: prompt tokens that the worker has to compute. `prefills`: another one answers."""
-        self._fleet = fleet
-        self._prefills = prefills
-        worker.prefilling += prefills
-        worker.queued_here += queued_tokens  # noted by `on_selected`, which follows
-        self.queued_tokens = queued_tokens
-        self.worker = worker
-        self.trial = fleet.on_selected(worker, now_s)
-        """Number of the circuit's trial, see `Fleet.on_selected`."""
-
-    def on_computed(self) -> None:
-        """The prompt waits no more. Can be called again."""
-        if self.queued_tokens:
-            self._fleet.on_queued(self.worker, -self.queued_tokens)
-            self.queued_tokens = 0
-
-    def release(self) -> None:
-        """The worker has this request no more. Called once."""
-        worker = self.worker
-        worker.queued_here -= self.queued_tokens  # noted by `on_released`, which follows
-        self.queued_tokens = 0
-        worker.prefilling -= self._prefills
-        self._fleet.on_released(worker)

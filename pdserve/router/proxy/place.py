@@ -13,7 +13,7 @@ from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.placement.planner import Plan
 from pdserve.router.proxy.parts import Parts
 from pdserve.router.request.request import Request
-from pdserve.router.sessions.table import SessionEntry
+from pdserve.router.sessions.table import SessionEntry, digest
 
 
 def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
@@ -24,6 +24,10 @@ def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
     if facts.is_final:  # no request of the session follows; others may use its first tokens
         shared_tokens = 0 if last is None else last.shared_tokens
         request.keep_line += b"x-pdserve-final: %d\r\n" % shared_tokens
+    if session is not None and session.is_named:  # so that its pages can be erased
+        turn = 1 if last is None else last.turns + 1
+        request.keep_line += b"x-pdserve-session: %b %d\r\n" % (digest(session.name).encode(), turn)
+    if facts.is_final or (session is not None and session.is_named):
         request.set_lines()
     if last is None and session is not None and session.parent:
         last = parts.placer.parents_turn(facts, now_s)
@@ -41,7 +45,6 @@ def plan(
     """The plan of a request. `lost`: workers of the direct way that failed it. `snapshot`: the workers of its
     model now, where they are known. Raises NoWorkerError.
     """
-    stats = parts.stats
     if snapshot is None:
         snapshot = parts.fleet.snapshot(request.model, now_s)
     if lost:
@@ -49,11 +52,7 @@ def plan(
         made = msgspec.structs.replace(made, settle=None)  # that wait is over
     else:
         made = parts.placer.plan(request.facts, snapshot, last, now_s)
-    for cause in made.causes:
-        if cause in stats.placements:
-            stats.placements[cause] += 1
-        else:
-            stats.on_placed(*cause)
+    parts.plans[made.causes] += 1
     request.plan = made
     request.words += made.reasons
     return made

@@ -15,8 +15,8 @@ pages that are published.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
+from time import monotonic
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -26,12 +26,12 @@ from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.request_body import with_members
 from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.http.driven import Driven
-from pdserve.router.http.worker_connection import Waiter
+from pdserve.router.http.worker_connection import Waiter, WorkerConnection
 from pdserve.router.metrics.names import CACHES, TIERS, turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
 from pdserve.router.proxy.failures import FAILURES, WorkerAnswerError, outcome_of
-from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
+from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Parts
 from pdserve.router.proxy.shared_prefill import Computed
 from pdserve.router.request.reports import CACHED_WORDS
 from pdserve.router.request.request import Request
@@ -84,7 +84,7 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     if asked.worker.lacks("settled"):
         return "settle=absent"
     request.phase = "settle"
-    begun_s = time.monotonic()
+    begun_s = monotonic()
     question = msgspec.json.encode({"request_id": asked.request_id, "timeout_s": wait_s})
     try:
         answer = await parts.fetch(request, asked.worker, "/pd/settled", question, wait_s + SLACK_S)
@@ -93,7 +93,7 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     except FAILURES as error:
         outcome = outcome_of(error)
     parts.stats.settle[outcome] += 1
-    request.parts_s["settle"] = time.monotonic() - begun_s
+    request.parts_s["settle"] = monotonic() - begun_s
     return f"settle={outcome}"
 
 
@@ -131,17 +131,16 @@ class PrefillReport(msgspec.Struct):
     turns: Annotated[str, Meta(max_length=1024)] = "0"
     """Which earlier answers it gave recorded tokens, a bit for each segment of the prompt."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for words that may not become headers. msgspec's `pattern` looks at each report,
-        and takes half of the time that reading one takes.
+    def check(self) -> None:
+        """Raises msgspec.ValidationError for words that may not become headers. msgspec's `pattern` looks at
+        each report, and takes half of the time that reading one takes.
         """
         if self.missed and not _MISSED.fullmatch(self.missed):
-            raise ValueError("missed: not the words of a report")
+            raise msgspec.ValidationError("missed: not the words of a report")
         if self.turns != "0" and not _TURNS.fullmatch(self.turns):
-            raise ValueError("turns: no hexadecimal number")
+            raise msgspec.ValidationError("turns: no hexadecimal number")
 
 
-_NOTHING_CACHED = CachedTokens()
 _decode_report = msgspec.json.Decoder(PrefillReport).decode
 
 
@@ -176,56 +175,87 @@ def count_prompt(stats: Stats, request: Request, tokens: Sequence[int]) -> None:
     request.found_tokens = sum(tokens[:-1])
 
 
-async def prefill(parts: Parts, request: Request, claim: Claim) -> str:
-    """Have the prompt computed and published; if that is done for another request now, wait for it. Releases
-    the `claim`, which is of the prefill worker. Returns the outcome as a word of the plan. Raises
-    WorkerAnswerError when the request itself is at fault.
+async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
+    """Have the prompt computed and published by the claimed worker; if that is done for another request now,
+    wait for it. Releases the claim. Returns the outcome as a word of the plan. Raises WorkerAnswerError when
+    the request itself is at fault.
     """
-    request.phase = "prefill"
-    begun_s, facts, shared = time.monotonic(), request.facts, parts.shared_prefills
-    limit_s, end_s = parts.limits_s.prefill_s, 0.0
-    held: Claim | None = claim
-    worker, uncached, computed = claim.worker, request.plan.uncached_tokens, None
+    request.phase, begun_s = "prefill", monotonic()
+    facts, info = request.facts, worker.info
+    is_foreign = info is not None and "prefill" in info.lacks
+    is_long = request.prefill_tokens >= parts.pull_ahead_tokens
     try:
-        if facts.prefix is not None and facts.prefix.digests and not worker.lacks("prefill"):
-            end_s = parts.loop.time() + limit_s
-            while shared.begin(request, uncached):
-                if held is not None:  # nothing is computed there for this request
-                    held.release()
-                    held = None
-                if (found := await shared.wait(request, end_s)) is None:
-                    break  # it leads now
-                uncached, worker = found.rest_tokens(facts), found.worker
-                least = direct_threshold(parts.config.min_prefill_tokens, worker, request.plan.decode)
-                if found.is_in_pool and (uncached < least or found.is_whole(facts)):
-                    return _note_shared(parts, request, found)
-            limit_s = max(0.0, end_s - parts.loop.time())
-        if held is None:
-            worker = _present(parts, request, worker)
-            held = Claim(parts.fleet, worker, parts.loop.time(), uncached, prefills=True)
-        if 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
-            outcome = await _ask_and_pull_ahead(parts, request, worker, limit_s)
+        if facts.prefix is not None and facts.prefix.digests and not is_foreign:
+            outcome = await _shared(parts, request, worker)
+        elif is_foreign or is_long or parts.suspicion.is_active:
+            outcome = await _computed(parts, request, worker, parts.limits_s.prefill_s)
         else:
-            outcome = await ask(parts, request, worker, limit_s, request)
-        if end_s and outcome in ("ok", "partial"):
-            computed = Computed(worker, outcome == "ok", request.turns_line)
+            limits_s = parts.limits_s
+            try:
+                up = await parts.upstream.exchange(
+                    request,
+                    worker,
+                    request.endpoint.prefill_target,
+                    request.lines,
+                    request.body,
+                    limits_s.prefill_s,
+                    limits_s.connect_s,
+                    None,
+                    MAX_ERROR_BYTES,
+                )
+                outcome = _read(parts, request, worker, up, is_foreign=False)
+            except FAILURES as error:
+                outcome = _failed(parts, request, worker, error)
         return f"stage={outcome}"
-    except TimeoutError:  # of the wait; the decode worker computes the prompt
-        parts.stats.prefill["shared-timeout"] += 1
-        return "stage=shared-timeout"
     finally:
-        if held is not None:
-            held.release()
-        if end_s:
-            shared.end(request, computed)
-        spent_s, parts_s = time.monotonic() - begun_s, request.parts_s
-        published_s = parts_s.pop("publish", None)
+        if request.prefills is worker:
+            request.prefills = None
+            parts.fleet.on_released(worker, request.prefill_tokens, 1)
+        elif request.prefills is not None:
+            release_prefill(parts, request)
+        spent_s, published_s = monotonic() - begun_s, request.published_s
         if published_s is None:
-            parts_s["prefill"] = spent_s
+            request.parts_s["prefill"] = spent_s
         else:  # the worker reports it; it cannot be longer than what was measured here
             if published_s > spent_s:
                 published_s = spent_s
-            parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
+            request.parts_s["prefill"], request.parts_s["publish"] = spent_s - published_s, published_s
+
+
+def release_prefill(parts: Parts, request: Request) -> None:
+    """The request is no load of its prefill worker any more."""
+    worker, request.prefills = request.prefills, None
+    assert worker is not None
+    parts.fleet.on_released(worker, request.prefill_tokens, 1)
+
+
+async def _shared(parts: Parts, request: Request, worker: Worker) -> str:
+    """As `prefill`, for a prompt that another request may have computed. Returns the outcome."""
+    shared, facts, computed = parts.shared_prefills, request.facts, None
+    uncached, end_s = request.plan.uncached_tokens, parts.loop.time() + parts.limits_s.prefill_s
+    try:
+        while shared.begin(request, uncached):
+            if request.prefills is not None:  # nothing is computed there for this request
+                release_prefill(parts, request)
+            if (found := await shared.wait(request, end_s)) is None:
+                break  # it leads now
+            uncached, worker = found.rest_tokens(facts), found.worker
+            least = direct_threshold(parts.config.min_prefill_tokens, worker, request.plan.decode)
+            if found.is_in_pool and (uncached < least or found.is_whole(facts)):
+                return _note_shared(parts, request, found)
+        if request.prefills is None:
+            worker = _present(parts, request, worker)
+            parts.fleet.on_selected(worker, parts.loop.time(), uncached, 1)
+            request.prefills, request.prefill_tokens = worker, uncached
+        outcome = await _computed(parts, request, worker, max(0.0, end_s - parts.loop.time()))
+        if outcome in ("ok", "partial"):
+            computed = Computed(worker, outcome == "ok", request.turns_line)
+        return outcome
+    except TimeoutError:  # of the wait; the decode worker computes the prompt
+        parts.stats.prefill["shared-timeout"] += 1
+        return "shared-timeout"
+    finally:
+        shared.end(request, computed)
 
 
 def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
@@ -234,8 +264,10 @@ def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
     return worker if worker.id in eligible.by_id else choose_alternate(eligible, ()) or worker
 
 
-async def _ask_and_pull_ahead(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
-    """As `ask`; meanwhile the decode worker reads what is published."""
+async def _computed(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
+    """As `ask`; where the prompt is long, the decode worker reads meanwhile what is published."""
+    if request.plan.uncached_tokens < parts.pull_ahead_tokens:
+        return await ask(parts, request, worker, limit_s, request)
     if request.plan.decode.lacks("pull"):
         request.words += ("pull=absent",)
         return await ask(parts, request, worker, limit_s, request)
@@ -262,16 +294,11 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     """The outcome at one worker, in one word. `owner`: who is resumed. Raises WorkerAnswerError as
     `prefill`.
     """
-    body = request.body
-    target = b"/pd/prefill?endpoint=" + request.endpoint.target
-    is_plain = worker.info is not None and "prefill" in worker.info.lacks
-    if is_plain:
-        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
-    suspects, stats = parts.suspects, parts.stats
-    has_turn = False
-    if suspects.suspicion.is_active:
-        has_turn = await suspects.take_turn(request)
-    report = None
+    body, endpoint = request.body, request.endpoint
+    target, is_foreign = endpoint.prefill_target, worker.lacks("prefill")
+    if is_foreign:
+        target, body = endpoint.target, one_token_body(endpoint, body)
+    has_turn = parts.suspicion.is_active and await parts.suspects.take_turn(request)
     try:
         up = await parts.upstream.exchange(
             owner,
@@ -282,40 +309,48 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             limit_s,
             parts.limits_s.connect_s,
             None,
-            request,
             MAX_ERROR_BYTES,
         )
-        if up.status != 200:
-            raise WorkerAnswerError(up.status, up.take())
-        if not is_plain:
-            report = _decode_report(up.take())
+        return _read(parts, request, worker, up, is_foreign=is_foreign)
     except FAILURES as error:
-        if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
-            stats.prefill["client-error"] += 1
-            parts.on_well(worker)
-            raise
-        suspects.on_failure(request, worker, error)
-        outcome = outcome_of(error)
-        stats.prefill[outcome] += 1
-        is_direct = request.plan.handoff == "direct"
-        consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
-        parts.on_failure(request, worker, error, consequence)
-        return outcome
+        return _failed(parts, request, worker, error)
     finally:
         if has_turn:
-            suspects.pass_turn()
+            parts.suspects.pass_turn()
+
+
+def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection, *, is_foreign: bool) -> str:
+    """The outcome that an answer tells. Raises FAILURES."""
+    if up.status != 200:
+        raise WorkerAnswerError(up.status, up.take())
+    report = None if is_foreign else _decode_report(up.take())
+    if report is not None and (report.missed or report.turns != "0"):
+        report.check()
     circuit = worker.circuit
     if circuit.failures or circuit.retry_at_s:
         parts.on_well(worker)
-    outcome = "ok"
     if report is None:
         _note_plain(parts, request, worker)
-        stats.prefill["ok"] += 1
+        parts.stats.prefill["ok"] += 1
         return "one-token"
     _note(parts, request, worker, report)
-    if report.missing_pages:
-        outcome = "partial"
-    stats.prefill[outcome] += 1
+    outcome = "partial" if report.missing_pages else "ok"
+    parts.stats.prefill[outcome] += 1
+    return outcome
+
+
+def _failed(parts: Parts, request: Request, worker: Worker, error: BaseException) -> str:
+    """The outcome of a failure. Raises WorkerAnswerError where the request is at fault."""
+    if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
+        parts.stats.prefill["client-error"] += 1
+        parts.on_well(worker)
+        raise error
+    parts.suspects.on_failure(request, worker, error)
+    outcome = outcome_of(error)
+    parts.stats.prefill[outcome] += 1
+    is_direct = request.plan.handoff == "direct"
+    consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
+    parts.on_failure(request, worker, error, consequence)
     return outcome
 
 
@@ -324,7 +359,7 @@ def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
     request.turns_line = found.turns_line
     request.prefill_id = found.worker.id_header
     parts.stats.prefill["shared"] += 1
-    return "stage=shared"
+    return "shared"
 
 
 def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
@@ -335,9 +370,18 @@ def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
 
 def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport) -> None:
     """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
-    stats, found, prompt_tokens = parts.stats, report.cached or _NOTHING_CACHED, report.prompt_tokens
-    cached = found.device + found.host + found.pool
-    tokens = found.device, found.host, found.pool, prompt_tokens - cached if prompt_tokens > cached else 0
+    stats, found, prompt_tokens = parts.stats, report.cached, report.prompt_tokens
+    stats.prompt_tokens += prompt_tokens
+    if found is None or not (found.device or found.host or found.pool):
+        tokens = 0, 0, 0, prompt_tokens
+        if prompt_tokens and not (request.is_prompt_counted or request.plan.turn):
+            request.is_prompt_counted = True
+            stats.turn_tokens["none", "computed"] += prompt_tokens
+    else:
+        cached = found.device + found.host + found.pool
+        tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)
+        for tier, count in zip(CACHES, tokens, strict=False):
+            stats.cached_tokens[tier] += count
     if request.facts.prefix is not None:
         parts.placer.on_prefilled(
             request.facts, worker, report.published_pages, report.missing_pages, parts.loop.time()
@@ -359,10 +403,6 @@ def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport)
         request.turns_line = NO_TURNS
         if report.turns not in ("", "0"):
             request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
-        request.parts_s["publish"] = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
-    stats.prompt_tokens += prompt_tokens
+        request.published_s = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
     if report.missing_pages:
         stats.missing_pages += report.missing_pages
-    if cached:
-        for tier, count in zip(CACHES, tokens, strict=False):
-            stats.cached_tokens[tier] += count

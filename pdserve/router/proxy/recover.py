@@ -30,7 +30,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.planner import choose_alternate
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.failures import Failure, WorkerAnswerError, may_come_back, outcome_of
-from pdserve.router.proxy.parts import Claim, Parts
+from pdserve.router.proxy.parts import Parts
 from pdserve.router.proxy.suspicion import POISON
 from pdserve.router.request.request import Losses, Request
 from pdserve.router.request.stream_marks import may_resume
@@ -47,14 +47,15 @@ class Recovery:
 
     async def retry(self, request: Request, failed: Worker, failure: Failure) -> None:
         """A worker has failed: have the next ones answer, or tell the client."""
+        fleet = self._parts.fleet
         while (worker := await self._next_worker(request, failed, failure)) is not None:
             request.words += ("retried",)
             self._parts.stats.on_placed("decode", "retry")
-            claim = Claim(self._parts.fleet, worker, self._parts.loop.time())
+            request.trial = fleet.on_selected(worker, self._parts.loop.time())
             try:
-                again = await self._decode.attempt(request, claim)
+                again = await self._decode.attempt(request, worker)
             finally:
-                claim.release()
+                fleet.on_released(worker)
             if again is None:
                 return
             failed, failure = worker, again

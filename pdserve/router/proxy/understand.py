@@ -8,15 +8,14 @@ where some worker of the model takes any, or where tenants must be kept from oth
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import defaultdict
+from random import getrandbits
 from typing import Final
 
 import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import Endpoint, find_holder
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.api.nonces import HEAD_BYTES, MARK, STRIPPED_HEADER, without_nonce
@@ -32,9 +31,9 @@ from pdserve.router.api.request_body import (
     decode_request,
     estimate_prompt_tokens,
     has_media,
-    measure_prompt,
     parse_request,
     read_form,
+    read_prompt,
     with_member,
 )
 from pdserve.router.config.router import RouterConfig
@@ -45,12 +44,13 @@ from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.request.request import Request
 from pdserve.router.sessions.canonical import Chains
-from pdserve.router.sessions.history import History
+from pdserve.router.sessions.history import History, asks_diagnosis
 from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import (
     RETAIN_HEADER,
     RETAINED_HEADER,
-    Retained,
+    check_hints,
+    keep,
     seconds_marked,
     seconds_of,
 )
@@ -68,7 +68,7 @@ from pdserve.router.tenants.tenant import TenantState
 
 
 class Understanding:
-    """Reads requests. Keeps how many came for each model, and what is retained."""
+    """Reads requests. Keeps how many came for each model."""
 
     def __init__(
         self, config: RouterConfig, fleet: Fleet, gate: Gate, stats: Stats, *, needs_prefix: bool
@@ -82,39 +82,41 @@ class Understanding:
         self._gate = gate
         self._needs_prefix = needs_prefix
         self._sources = sources = parse_sources(config.session.sources)
-        self._session_fields = frozenset(one.header for one in sources if one.header)
+        of_sessions = (one.header for one in sources if one.header)
+        self.told_by: Final = frozenset((*of_sessions, PRIORITY_HEADER, RETAIN_HEADER))
+        """Headers by which clients say more of a request."""
         kinds = {one.kind for one in sources if not one.header}
         self._looks_further = bool(kinds - {"user", "prompt_cache_key", "metadata.user_id"})
         self._shows_load = config.access.show_load
         self._limits = config.limits
-        self.retained: Final = Retained()
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
 
     def read(self, request: Request) -> RequestView:
         """Read what does not depend on workers, and put a model in place of an alias. Raises RequestError."""
-        has_keys = self._gate.tenants.has_keys
+        has_keys, body = self._gate.tenants.has_keys, request.body
         if request.endpoint.is_form:
             view = _view_of_form(request, has_keys=has_keys)
         else:
-            if request.body[:3] == BOM:
-                request.body = request.body[3:]
-            body = request.body
+            if body[:3] == BOM:
+                request.body = body = body[3:]
             try:
                 view = parse_tenant_request(body) if has_keys else decode_request(body)
             except UNREADABLE:
                 view = parse_request(body)  # says what is wrong
-        first = view.system or view.instructions or view.messages or view.input
-        if MARK in bytes(memoryview(first)[:HEAD_BYTES]) and not self._keeps_nonces:
+        start = body
+        if len(body) > HEAD_BYTES:
+            first = view.system or view.instructions or view.messages or view.input
+            start = bytes(memoryview(first)[:HEAD_BYTES])
+        if MARK in start and not self._keeps_nonces:
             view = self._without_nonce(request, view, has_keys=has_keys)
         request.streams = view.stream is True
-        if view.model in self._fleet.tasks and view.model not in self._gate.aliases:
-            return view
-        model = self._gate.named(view.model)
-        if model != view.model:
-            view.model = model
-            if not request.endpoint.is_form:
-                request.body = with_member(request.body, "model", model)
+        if view.model not in self._fleet.tasks or view.model in self._gate.aliases:
+            model = self._gate.named(view.model)
+            if model != view.model:
+                view.model = model
+                if not request.endpoint.is_form:
+                    request.body = with_member(request.body, "model", model)
         return view
 
     def _without_nonce(self, request: Request, view: RequestView, *, has_keys: bool) -> RequestView:
@@ -130,16 +132,55 @@ class Understanding:
 
     def understand(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
-        body, endpoint, fleet = request.body, request.endpoint, self._fleet
-        session = None
-        names_itself = view.user or view.prompt_cache_key or view.metadata or self._looks_further
-        if names_itself or not self._session_fields.isdisjoint(request.fields):
-            session = find_session_key(self._sources, request.fields, view, body, self._chains)
-        model = view.model
+        endpoint, fleet, model = request.endpoint, self._fleet, view.model
         if model is None or endpoint.task not in fleet.tasks.get(model, ()):
             model = self._gate.model_of(request, view.model)
         request.model = model
-        self._turns[model] += 1
+        self._turns[model] = turn = self._turns[model] + 1
+        takes_media = model not in fleet.text_only
+        prompt, several, tokens = read_prompt(view, endpoint.prompt_fields, may_be_media=takes_media)
+        request.prompt = prompt
+        is_usual = (
+            request.is_plain
+            and endpoint.is_usual
+            and not (
+                several
+                or view.user
+                or view.prompt_cache_key
+                or view.metadata
+                or view.n
+                or view.best_of
+                or view.sampling_params
+                or view.cache_salt
+                or view.priority
+                or view.diagnostics
+                or self._looks_further
+                or self._gate.tenants.has_keys
+                or tenant.limits.retain_tokens
+            )
+        )
+        prefix = None
+        if is_usual and self._needs_prefix:
+            prefix = prefix_of(view, prompt, view.model or model)
+        request.facts = RequestFacts(
+            endpoint=endpoint,
+            model=view.model,
+            prompt_tokens_estimate=tokens,
+            charged_tokens=tokens,
+            has_several_prompts=several,
+            has_media=takes_media and has_media(view),
+            can_be_direct=fleet.has_direct and is_usual and not asks_about_prompt(view),
+            turn=turn,
+            draw=getrandbits(32),
+            prefix=prefix,
+        )
+        if not is_usual:
+            self._look_closer(request, tenant, view)
+
+    def _look_closer(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+        """The facts of a request about which anything is unusual. Raises RequestError."""
+        endpoint, fleet, facts, model = request.endpoint, self._fleet, request.facts, request.model
+        session = find_session_key(self._sources, request.fields, view, request.body, self._chains)
         scope = view.model or model
         if session is not None:
             session = session.of_model(scope)
@@ -148,49 +189,34 @@ class Understanding:
             if session is not None:
                 session = session.within(tenant.name)
         elif endpoint.salt == "body" and view.cache_salt and model in fleet.plain_salts:
-            request.body = isolated(body, view.cache_salt, SHARED, is_plain=True)
-        request.prompt = prompt = view.prompt_json(endpoint.prompt_fields)
+            request.body = isolated(request.body, view.cache_salt, SHARED, is_plain=True)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
-        several, tokens = measure_prompt(prompt, may_be_media=model not in fleet.text_only)
-        prompts = candidates = choices = 1
-        if computes and (
-            several or endpoint.task == "embed" or view.n or view.best_of or view.sampling_params
-        ):
-            prompts, candidates, choices = self._counts(view, endpoint, prompt, several=several)
-        takes_media = model not in fleet.text_only
+        several, prompts, candidates, choices = facts.has_several_prompts, 1, 1, 1
+        if computes:
+            prompts, candidates, choices = self._counts(view, endpoint, request.prompt, several=several)
         before = 0
         for name in endpoint.preamble_fields:
-            before += estimate_prompt_tokens(getattr(view, name), may_be_media=takes_media)
-        tokens = tokens + before if computes else 0
-        charged = tokens
+            before += estimate_prompt_tokens(getattr(view, name), may_be_media=model not in fleet.text_only)
+        charged = tokens = facts.prompt_tokens_estimate + before if computes else 0
         if not tokens:
             charged = before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
         if endpoint.bytes_per_token:
-            charged = len(body) // endpoint.bytes_per_token
-        can_be_direct = (
-            fleet.has_direct
-            and endpoint.is_prefillable
-            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(view))
-        )
+            charged = len(request.body) // endpoint.bytes_per_token
+        may_be_direct = fleet.has_direct and endpoint.is_prefillable and not endpoint.stored_as
         has_priority = view.priority or PRIORITY_HEADER in request.fields
-        request.facts = RequestFacts(
-            endpoint=endpoint,
-            model=view.model,
+        request.facts = msgspec.structs.replace(
+            facts,
             session=session,
             is_final=session is not None and is_final(request.fields),
             prompt_tokens_estimate=tokens,
             charged_tokens=charged,
             prompts=prompts,
-            has_several_prompts=several,
-            has_media=takes_media and has_media(view),
-            can_be_direct=can_be_direct,
+            can_be_direct=may_be_direct and not (several or candidates > 1 or asks_about_prompt(view)),
             answers=prompts * candidates,
             choices=choices,
             urgency=self._urgency(request, tenant, view) if has_priority else 0,
             holder=self._holder(request, tenant, view) if endpoint.continues else "",
-            turn=self._turns[model],
-            draw=random.getrandbits(32),
-            prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
+            prefix=prefix_of(view, request.prompt, scope) if self._needs_prefix and computes else None,
         )
         if endpoint.is_hint or RETAIN_HEADER in request.fields or tenant.limits.retain_tokens:
             self._retain(request, tenant, view)
@@ -230,13 +256,13 @@ class Understanding:
         facts, now_s = request.facts, self._loop.time()
         if request.endpoint.is_hint:
             name, tokens = _conversation(request), facts.charged_tokens
-            self.retained.check_hints(tenant, view.kv_hints, name, tokens, now_s)
+            check_hints(tenant, view.kv_hints, name, tokens, now_s)
             return
         seconds, said = 0, request.fields.get(RETAIN_HEADER)
         if facts.endpoint.task == "generate":
             seconds = seconds_marked(request.body, view) if said is None else seconds_of(said)
         tokens = facts.prompt_tokens_estimate
-        if self.retained.take(tenant, _conversation(request), tokens, seconds, now_s):
+        if keep(tenant, _conversation(request), tokens, seconds, now_s):
             request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
             request.set_lines()
         elif said is None:  # marks that clients send to whomever, or none

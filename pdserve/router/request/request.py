@@ -23,12 +23,15 @@ import os
 import re
 import time
 from binascii import hexlify
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import lru_cache
+from time import monotonic
 from typing import Any, Final, Literal
 
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.logs import served_request
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
 from pdserve.router.api.errors import (
     RETRY_STATUSES,
@@ -42,6 +45,7 @@ from pdserve.router.api.errors import (
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.client_request import Channel, ClientRequest, Headers
 from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.native.slots import copied
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s
 from pdserve.router.request.stream_marks import StreamMarks
@@ -72,8 +76,9 @@ _FIELD_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
 _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
-_PASSED_ON: Final = frozenset(PASSED_ON)
 _NO_PROMPT: Final = msgspec.Raw(b"")
+_END: Final = b"\r\n"
+_JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
 def new_ids() -> list[bytes]:
@@ -82,11 +87,22 @@ def new_ids() -> list[bytes]:
     return [drawn[at : at + 24] for at in range(0, len(drawn), 24)]
 
 
-def request_id(given: bytes | None) -> bytes:
-    """The id of a request: the client's own if it is short and plain, else a new one that nobody guesses:
-    workers are asked about a request by its id.
+def request_id(given: bytes | None, new: bytes = b"") -> bytes:
+    """The id of a request: the client's own if it is short and plain, else `new`, or one that is made. Nobody
+    must guess it: workers are asked about a request by its id.
     """
-    return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
+    if given and _REQUEST_ID.fullmatch(given):
+        return given
+    return new or hexlify(os.urandom(12))
+
+
+@lru_cache(maxsize=1024)
+def told(words: tuple[str, ...]) -> bytes:
+    """What clients are told of a plan. Words of an added policy may hold anything."""
+    said = ", ".join(words)
+    if not said.isprintable():
+        said = "".join(character if character.isprintable() else "?" for character in said)
+    return said.encode("ascii", "replace")
 
 
 class Losses(msgspec.Struct):
@@ -104,35 +120,49 @@ class Request(ClientRequest):
     """See the module."""
 
     __slots__ = (
-        "_handle", "asked_s", "between_s", "cached_before", "claim", "decode_id", "end", "endpoint",
-        "ends_line", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
-        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lines",
-        "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s", "parts_s", "phase",
-        "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prompt", "quiet_s", "rest",
+        "_handle", "asked_s", "between_s", "cached_before", "decode_id", "end", "endpoint", "ends_line",
+        "entered_s", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
+        "is_early", "is_plain", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line",
+        "lane", "lines", "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s",
+        "parts_s", "phase", "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id",
+        "prefill_tokens", "prefills", "prompt", "published_s", "queued_tokens", "quiet_s", "rest",
         "room_line", "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant",
-        "total_s", "trace", "turn", "turns_line", "up", "words", "worker_id",
+        "total_s", "trace", "trial", "turn", "turns_line", "up", "used", "words", "worker", "worker_id",
     )  # fmt: skip
+
+    _handle: Callable[[Request], Coroutine[Any, Any, None]]
 
     # what is known of it
     endpoint: Endpoint
     fields: dict[bytes, bytes]
     """The headers by name."""
+    is_plain: bool
+    """None of its headers says what the router looks at."""
     worker_id: bytes
     """The request's id at the workers."""
     lines: bytes
     """Header lines for workers."""
+    tenant: TenantState | None
+    """Whose it is, once that is known."""
+    phase: Phase
+    end: End | None
+    trace: Trace | None
     salt_line: bytes
     """Header line for workers with the salt of the caches, unless the body has it."""
     keep_line: bytes
     """Header lines with what the client wants of caches."""
     started_s: float
-    """When the request came. This and the other times are time.monotonic()'s: uvloop's clock, on which
+    """When the request came. This and the other times are monotonic()'s: uvloop's clock, on which
     deadlines are, counts whole milliseconds and stands still in a callback.
     """
     total_s: float
-    """When it must be over; and `quiet_s`, when its client must get a byte; both on the loop's clock."""
+    """When it must be over, on the loop's clock."""
+    quiet_s: float
+    """When its client must get a byte, on the same clock."""
     held_bytes: int
     """Bytes of the body, as counted by who bounds those of all requests."""
+    facts: RequestFacts
+    """What planning needs of it."""
     prompt: msgspec.Raw
     """As it stands in the body."""
     model: str
@@ -143,6 +173,10 @@ class Request(ClientRequest):
     """How long it has waited because its model had no worker."""
     planned_s: float
     """When it was let in, and planning began."""
+    lane: Any
+    """Where it runs, once it was let in (`admission.queue.Lane`)."""
+    entered_s: float
+    """Since when, on the loop's clock."""
     asked_s: float
     """When the first decode worker was asked."""
     parts_s: dict[str, float]
@@ -154,8 +188,17 @@ class Request(ClientRequest):
     """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
     plan_words: bytes
     """The words that the client is told."""
-    claim: Any
-    """Load at the worker that is asked for the answer (`proxy.parts.Claim`)."""
+    worker: Worker
+    """That is asked for the answer, where the request counts as load until it is over."""
+    trial: int
+    """Number of the circuit's trial that this is (`Fleet.on_selected`)."""
+    queued_tokens: int
+    """Of the prompt, those that wait to be computed there."""
+    prefills: Worker | None
+    """Where it counts as load of the prefill stage, with `prefill_tokens`."""
+    prefill_tokens: int
+    published_s: float | None
+    """How long the prefill worker waited until the pages were in the pool, as it says."""
     has_turn: bool
     """It has the turn of suspects (`proxy.suspicion`)."""
     up: WorkerConnection | None
@@ -178,6 +221,8 @@ class Request(ClientRequest):
     """What it found cached, as a header says it."""
     missed: tuple[bytes, ...]
     """Why tokens of the prompt were not found: what its client changed, and what became of pages."""
+    is_prompt_counted: bool
+    """A worker has said where the prompt's tokens came from."""
     found_tokens: int
     """Of the prompt, those that a cache had, as the first worker said that knew."""
     decode_id: bytes
@@ -208,72 +253,84 @@ class Request(ClientRequest):
     """Of the answer, if it is a stream of events."""
     meter: Meter | None
     """Counts the answer's tokens, once the request was let in."""
+    used: tuple[int, int]
+    """Tokens of the prompt and of the answer, once it is over."""
     more_headers: Sequence[tuple[bytes, bytes]]
     """Headers of every answer to this request."""
     shows_insides: bool
     """The client may see where the workers are, and how busy."""
 
-    def __init__(
-        self,
-        handle: Callable[[Request], Coroutine[Any, Any, None]],
-        connection: Channel,
-        method: bytes,
-        target: bytes,
-        path: str,
-        headers: Headers,
-    ) -> None:
-        """`handle` serves it; the rest as of ClientRequest."""
-        super().__init__(connection, method, target, path, headers)
-        self._handle = handle
-        self.endpoint = endpoint = ENDPOINTS[path]
-        self.fields = fields = dict(headers)
-        given = fields.get(b"x-request-id")
-        if given is None:
+    @classmethod
+    def blank(cls) -> Request:
+        """One of which nothing is known: each request begins as its copy."""
+        made = cls.__new__(cls)
+        made.facts = _NO_FACTS
+        made.phase = "body"
+        made.version = "1.1"
+        made.model = ""
+        made.body = made.plan_words = made.cached_before = made.turns_line = b""
+        made.decode_id = made.prefill_id = made.prefill_cached = b""
+        made.salt_line = made.keep_line = made.room_line = b""
+        made.words = made.suspects = made.missed = made.more_headers = ()
+        made.held_bytes = made.status = made.queued_tokens = made.found_tokens = 0
+        made.asked_s = made.first_s = made.outage_s = made.planned_s = made.total_s = 0.0
+        made.quiet_s = math.inf
+        made.used = 0, 0
+        made.up = made.turn = made.rest = made.marks = made.meter = made.losses = made.prefills = None
+        made.published_s = made.end = made.trace = made.tenant = made.waiter = None
+        made._coroutine = made._awaited = None
+        made.more_body = made.keep_alive = made.ends_line = made.shows_insides = True
+        made.has_head = made.is_complete = made.is_gone = made.is_told_to_go_on = made.streams = False
+        made.is_prompt_counted = made.is_started = made.is_stream = made.is_early = made.has_turn = False
+        return made
+
+    @classmethod
+    def maker(
+        cls, handle: Callable[[Request], Coroutine[Any, Any, None]], told_by: Collection[bytes] = ()
+    ) -> Callable[[Channel, bytes, bytes, str, Headers], Request]:
+        """Makes the requests that `handle` serves. It is called as the constructor of ClientRequest.
+        `told_by`: headers that `handle` looks at.
+        """
+        blank, telling = cls.blank(), frozenset((*told_by, *PASSED_ON, b"x-request-id"))
+        blank._handle = handle
+
+        def make(connection: Channel, method: bytes, target: bytes, path: str, headers: Headers) -> Request:
+            made = copied(blank)
+            made.connection = connection
+            made.method = method
+            made.target = target
+            made.path = path
+            made.headers = headers
+            made.endpoint = endpoint = ENDPOINTS[path]
+            made.fields = fields = dict(headers)
+            made.parts_s = {}
+            made.started_s = monotonic()
+            made.is_plain = is_plain = telling.isdisjoint(fields)
             ids = connection.shared.ids
             if not ids:
                 ids += new_ids()
-            id_ = ids.pop()
-        else:
-            id_ = request_id(given)
-        self.id = self.worker_id = id_
-        self.salt_line = self.keep_line = b""
-        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % id_
-        if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
-            self.set_lines()
-        self.started_s = time.monotonic()
-        self.total_s = self.quiet_s = math.inf
-        self.outage_s = self.planned_s = self.asked_s = self.first_s = 0.0
-        self.held_bytes = self.found_tokens = self.status = 0
-        self.facts = _NO_FACTS
-        self.tenant: TenantState | None = None
-        self.prompt = _NO_PROMPT
-        self.model = ""
-        self.phase: Phase = "body"
-        self.end: End | None = None
-        self.trace: Trace | None = None
-        self.parts_s = {}
-        self.suspects = self.words = self.missed = self.more_headers = ()
-        self.plan_words = self.cached_before = self.room_line = self.turns_line = b""
-        self.decode_id = self.prefill_id = self.prefill_cached = b""
-        self.up = self.turn = self.rest = self.marks = self.meter = self.losses = None
-        self.streams = self.has_turn = self.is_prompt_counted = False
-        self.is_early = self.is_started = self.is_stream = False
-        self.ends_line = self.shows_insides = True
+            made.id = made.worker_id = id_ = ids.pop()
+            if is_plain and not endpoint.is_form:
+                made.lines = _JSON_LINES % id_
+            else:
+                made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
+                made.set_lines()
+            return made
+
+        return make
 
     # --- its life
 
     def begin(self) -> None:
         """Serve it."""
-        self.connection.shared.running.add(self)
         self._coroutine = self._handle(self)
+        served_request.set(self.id)
         self.resume()
 
     def on_end(self) -> None:
         """It was served."""
-        connection = self.connection
-        connection.shared.running.discard(self)
         if not (self.is_complete or self.is_gone):
-            connection.transport.close()
+            self.connection.transport.close()
 
     def cancel(self, msg: str = "") -> None:
         """The server stops: not within a step of another request."""
@@ -347,13 +404,8 @@ class Request(ClientRequest):
         return (0, 0) if meter is None else meter.total(self.is_stream)
 
     def tell_plan(self) -> None:
-        """The client is told what has become of the plan until now. Words of an added policy may hold
-        anything.
-        """
-        said = ", ".join(self.words)
-        if not said.isprintable():
-            said = "".join(character if character.isprintable() else "?" for character in said)
-        self.plan_words = said.encode("ascii", "replace")
+        """The client is told what has become of the plan until now."""
+        self.plan_words = told(self.words)
 
     def answer(
         self,
@@ -372,32 +424,34 @@ class Request(ClientRequest):
         has_head, self.is_early = self.is_early, self.is_early or is_early
         if not is_early:
             self.is_started = True
-            self.first_s = now_s or time.monotonic()
+            self.first_s = now_s or monotonic()
             self.status = status
             self.is_stream = length is None
         if has_head:
             return
-        lines += b"x-request-id: %b\r\n" % self.id
-        for pair in self.more_headers:
-            lines += b"%b: %b\r\n" % pair
-        tenant = self.tenant
-        if tenant is not None and (tenant.requests is not None or tenant.tokens is not None):
-            now_s = self.connection.loop.time()
-            for pair in rate_headers(tenant, self.endpoint.errors, now_s, time.time()):
-                lines += b"%b: %b\r\n" % pair
+        head = [lines, b"x-request-id: ", self.id, _END]
+        if self.more_headers or (self.tenant is not None and self.tenant.has_rates):
+            head += self._more_lines()
         if words := self.plan_words:
-            if not self.shows_insides:
-                words = _FIGURES.sub(b"", words)
-            lines += b"x-pdserve-plan: %b\r\n" % words
-            if self.prefill_id and self.shows_insides:
-                lines += b"x-pdserve-prefill: %b\r\n" % self.prefill_id
+            shows_insides = self.shows_insides
+            head += (b"x-pdserve-plan: ", words if shows_insides else _FIGURES.sub(b"", words), _END)
+            if self.prefill_id and shows_insides:
+                head += (b"x-pdserve-prefill: ", self.prefill_id, _END)
             if self.prefill_cached:
-                lines += b"x-pdserve-prefill-cached: %b\r\n" % self.prefill_cached
+                head += (b"x-pdserve-prefill-cached: ", self.prefill_cached, _END)
             if self.missed:
-                lines += b"x-pdserve-miss: %b\r\n" % b", ".join(self.missed)
-            if self.decode_id and self.shows_insides:
-                lines += b"x-pdserve-decode: %b\r\n" % self.decode_id
-        self.start(status, lines, length, closes=closes)
+                head += (b"x-pdserve-miss: ", b", ".join(self.missed), _END)
+            if self.decode_id and shows_insides:
+                head += (b"x-pdserve-decode: ", self.decode_id, _END)
+        self.start(status, head, length, closes=closes)
+
+    def _more_lines(self) -> list[bytes]:
+        """Header lines of the answer that most have not."""
+        pairs = [*self.more_headers]
+        if self.tenant is not None and self.tenant.has_rates:
+            now_s = self.connection.loop.time()
+            pairs += rate_headers(self.tenant, self.endpoint.errors, now_s, time.time())
+        return [b"%b: %b\r\n" % pair for pair in pairs]
 
     def relay(self, up: WorkerConnection) -> None:
         """Pass on what has come of a stream that has begun. The worker's connection calls this for each read:
@@ -426,7 +480,7 @@ class Request(ClientRequest):
 
     def begin_stream(self, up: WorkerConnection) -> None:
         """The first event is here: make the head, with the parts of the time until now."""
-        now_s, said = time.monotonic(), up.said.get(TIMING_HEADER)
+        now_s, said = monotonic(), up.said.get(TIMING_HEADER)
         pulled_s = 0.0 if said is None else pull_s(said)
         timing = finish_parts(self.parts_s, self.asked_s, pulled_s, self.started_s, now_s)
         lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)

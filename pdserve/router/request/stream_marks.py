@@ -27,6 +27,7 @@ import msgspec
 
 from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.request_body import UNREADABLE
+from pdserve.router.native.slots import copied
 
 MARKS_REQUEST = b"x-pdserve-marks: 1\r\n"
 MARKS_HEADER = b"x-pdserve-marks"
@@ -54,27 +55,33 @@ class StreamMarks:
         "_tells_usage", "_tokens", "_unread", "is_marked", "used",
     )  # fmt: skip
 
-    def __init__(self, is_marked: bool = False) -> None:
+    _characters: int
+    _tokens: array[int]
+    _unread: bytes
+    _blocks: list[bytes]
+    """Marks that were taken out and not looked at, in lots, and `_unread` behind them: they are read when
+    somebody asks for the tokens, which is seldom.
+    """
+    _held: bytes
+    _opening: bytes
+    is_marked: bool
+    """Events are held until a mark has come."""
+    _has_ended: bool
+    """No further mark counts."""
+    _lost: int
+    """Tokens of marks that did not go to the end."""
+    used: tuple[int, int] | None
+    """Prompt and output tokens, as the worker says at the end."""
+    _renamed: tuple[bytes, bytes] | None
+    """Id and creation time of the first part; None until another worker continues."""
+
+    def __new__(cls, is_marked: bool = False) -> StreamMarks:
         """`is_marked`: as of `begin`."""
-        self._characters = 0
-        self._tokens = array("l")
-        self._unread = b""
-        self._blocks: list[bytes] = []
-        """Marks that were taken out and not looked at, in lots, and `_unread` behind them: they are read when
-        somebody asks for the tokens, which is seldom.
-        """
-        self._held = b""
-        self._opening = b""
-        self.is_marked = self._tells_usage = is_marked
-        """Events are held until a mark has come."""
-        self._has_ended = not is_marked
-        """No further mark counts."""
-        self._lost = 0
-        """Tokens of marks that did not go to the end."""
-        self.used: tuple[int, int] | None = None
-        """Prompt and output tokens, as the worker says at the end."""
-        self._renamed: tuple[bytes, bytes] | None = None
-        """Id and creation time of the first part; None until another worker continues."""
+        made = copied(_BLANK)
+        made._tokens, made._blocks = array("l"), []
+        made.is_marked = made._tells_usage = is_marked
+        made._has_ended = not is_marked
+        return made
 
     @property
     def tells_all(self) -> bool:
@@ -199,6 +206,12 @@ class StreamMarks:
         if id_:
             events = _ID.sub(lambda _: id_, events)
         return _CREATED.sub(lambda _: created, events) if created else events
+
+
+_BLANK: Final = object.__new__(StreamMarks)
+_BLANK._characters = _BLANK._lost = 0
+_BLANK._unread = _BLANK._held = _BLANK._opening = b""
+_BLANK.used = _BLANK._renamed = None
 
 
 def split_events(data: bytes) -> tuple[bytes, bytes]:

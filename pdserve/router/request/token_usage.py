@@ -16,8 +16,11 @@ quotes would be escaped, so no answer's text can pretend.
 from __future__ import annotations
 
 import re
+from typing import Final
 
-from pdserve.router.api.endpoints import OPENAI_USAGE, Usage
+from pdserve.router.api.endpoints import ENDPOINTS, OPENAI_USAGE, Usage
+from pdserve.router.native.scan import number_after
+from pdserve.router.native.slots import copied
 from pdserve.router.request.stream_marks import StreamMarks
 
 _EVENT = b"\ndata: "
@@ -43,29 +46,37 @@ class Meter:
         "_usage", "charged_tokens", "events", "mark", "marks", "prompt_tokens",
     )  # fmt: skip
 
-    def __init__(
-        self, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1
-    ) -> None:
+    _usage: Usage
+    _choices: int
+    _prompt_count: int
+    mark: bytes
+    """In each piece that says the output's tokens."""
+    charged_tokens: int
+    """Taken from the tenant's bucket when the request was let in."""
+    prompt_tokens: int | None
+    """What the prompt has, as a worker says that has computed it; several prompts together."""
+    events: int
+    marks: StreamMarks | None
+    """Of the stream: they list its tokens, and say at the end what it has used."""
+    _is_done: bool
+    _said: bytes
+    _pieces: tuple[int, int, int]
+    """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
+    _prompts: dict[bytes, int] | None
+    _outputs: dict[bytes, int] | None
+    """Of a stream, by choice, as last said. None: nothing was said."""
+
+    def __new__(
+        cls, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1
+    ) -> Meter:
         """`choices`: answers to each of the `prompts`."""
-        self._usage = usage
-        self.mark = usage.mark
-        """In each piece that says the output's tokens."""
-        self._prompt_count = prompts
-        self._choices = choices
-        self.charged_tokens = charged_tokens
-        """Taken from the tenant's bucket when the request was let in."""
-        self.prompt_tokens: int | None = None
-        """What the prompt has, as a worker says that has computed it; several prompts together."""
-        self.events = 0
-        self.marks: StreamMarks | None = None
-        """Of the stream: they list its tokens, and say at the end what it has used."""
-        self._is_done = False
-        self._said = b""
-        self._pieces = 0, 0, 0
-        """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
-        self._prompts: dict[bytes, int] = {}
-        self._outputs: dict[bytes, int] = {}
-        """Of a stream, by choice, as last said."""
+        made = copied(_BLANK)
+        made._usage = usage
+        made.mark = usage.mark
+        made._prompt_count = prompts
+        made._choices = choices
+        made.charged_tokens = charged_tokens
+        return made
 
     def count(self, data: bytes, begins_line: bool = True) -> None:
         """Whole events of a stream. `begins_line`: what came before ended a line. Of a stream with marks,
@@ -110,7 +121,8 @@ class Meter:
             output = self.events if marks is None else marks.token_count or self.events + marks.lost_tokens
         if self.prompt_tokens is not None:
             return self.prompt_tokens, output
-        said = {int(choice or 0) // self._choices: tokens for choice, tokens in self._prompts.items()}
+        prompts = self._prompts or {}
+        said = {int(choice or 0) // self._choices: tokens for choice, tokens in prompts.items()}
         prompt = sum(said.values())
         has_all = len(said) >= self._prompt_count or self._is_done
         if not prompt or not has_all:  # some prompts have not had an event yet
@@ -123,7 +135,10 @@ class Meter:
 
     def _sums(self) -> tuple[int, int, int]:
         prompt, output, count = self._pieces
-        usage = self._usage
+        usage, data = self._usage, self._said
+        if usage.prompt_mark and self._choices == self._prompt_count == 1 and not count:
+            # said once, and near the end of an answer that may be long
+            return prompt + number_after(data, usage.prompt_mark), output + number_after(data, usage.mark), 1
         for said in usage.prompt.findall(self._said):
             if count % self._choices == 0:  # the answers to a prompt stand together
                 prompt += _sum_of_list(said) if usage.is_list else int(said)
@@ -133,16 +148,30 @@ class Meter:
         return prompt, output, count
 
     def _read(self, events: bytes) -> None:
+        if not events:
+            return
+        prompts = self._prompts = self._prompts or {}
+        outputs = self._outputs = self._outputs or {}
         for event in events.split(b"\n"):
             if self.mark not in event:
                 continue
             choice = _INDEX.search(event)
             if _NO_CHOICE.search(event):
-                self._prompts.clear()
-                self._outputs.clear()
-            for name, said in ((self._usage.prompt, self._prompts), (self._usage.output, self._outputs)):
+                prompts.clear()
+                outputs.clear()
+            for name, said in ((self._usage.prompt, prompts), (self._usage.output, outputs)):
                 if number := name.search(event):
                     said[choice[1] if choice else b""] = int(number[1])
+
+
+_BLANK: Final = object.__new__(Meter)
+_BLANK.prompt_tokens = _BLANK.marks = _BLANK._prompts = _BLANK._outputs = None
+_BLANK.events = 0
+_BLANK._is_done = False
+_BLANK._said = b""
+_BLANK._pieces = 0, 0, 0
+ONE_ANSWER: Final = {path: Meter(0, row.usage) for path, row in ENDPOINTS.items()}
+"""To be copied, for one answer to one prompt, by the endpoint's path."""
 
 
 def _sum_of_list(said: bytes) -> int:

@@ -24,13 +24,31 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from pdserve.router.api.request_body import BYTES_PER_TOKEN, RequestView
+from pdserve.router.api.request_body import BYTES_PER_TOKEN, UNREADABLE, RequestView
 from pdserve.router.sessions.canonical import LINK_BYTES, Chain, canonical, chain_of
 from pdserve.router.sessions.keys import SessionKey
 
 MAX_MESSAGES: Final = 1024
 MAX_SESSIONS: Final = 2048
 MAX_THREADS: Final = 3
+
+
+class _Diagnostics(msgspec.Struct, gc=False):
+    previous_message_id: str | None = None
+
+
+_diagnostics_decoder: Final = msgspec.json.Decoder(_Diagnostics | None)
+
+
+def asks_diagnosis(json: msgspec.Raw) -> bool:
+    """Anthropic's `{"diagnostics": {"previous_message_id": ID | null}}` of a request: whether the client
+    names an answer of which this request goes on.
+    """
+    try:
+        asked = _diagnostics_decoder.decode(json)
+    except UNREADABLE:
+        return False
+    return asked is not None and asked.previous_message_id is not None
 
 
 class Change(NamedTuple):

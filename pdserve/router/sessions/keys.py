@@ -81,6 +81,7 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
 
 def named(name: str, parent: str = "") -> SessionKey:
     """The key of a session that its client names."""
+    name = _bounded(name)
     return SessionKey(name, (name,), parent, is_named=True)
 
 
@@ -135,7 +136,7 @@ def find_session_key(
         kind = source.kind
         if source.header:
             if said := headers.get(source.header):
-                return named(_bounded(said.decode("latin-1")), _parent(headers, source.header, said))
+                return named(said.decode("latin-1"), _parent(headers, source.header, said))
             continue
         if kind == "prompt_cache_key":
             if view.prompt_cache_key and (group := _name(view.prompt_cache_key)):
@@ -158,7 +159,7 @@ def find_session_key(
         else:
             key = _at_path(body, source.name.split("."))
         if key:
-            return named(_bounded(key))
+            return named(key)
     return None
 
 

@@ -18,6 +18,8 @@ import msgspec
 
 from pdserve.router.sessions.keys import SessionKey
 
+MAX_WORKERS: Final = 16
+OTHERS: Final = ("", 0)
 MAX_NEWS: Final = 10_000
 """Sessions whose last turn the others have yet to be told; the oldest is dropped first."""
 
@@ -40,6 +42,20 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Number of turns that the session has had, including this one."""
     shared_tokens: int = 0
     """Of its first prompt, those that a cache had: other sessions may begin with them too."""
+    workers: tuple[tuple[str, int], ...] = ()
+    """Of a session that its client names, all workers that have computed for it: `WorkerInfo.info_tag`, and
+    the number of the first turn there. The last of `MAX_WORKERS` stands for more."""
+
+
+def with_workers(
+    known: tuple[tuple[str, int], ...], tags: Iterable[str], turn: int
+) -> tuple[tuple[str, int], ...]:
+    """The workers of a session whose turn these compute."""
+    names = {name for name, _ in known}
+    new = tuple([(name, turn) for name in tags if name not in names])
+    if not new:
+        return known
+    return (*known, *new) if len(known) + len(new) < MAX_WORKERS else (*known[: MAX_WORKERS - 1], OTHERS)
 
 
 def digest(link: str) -> str:

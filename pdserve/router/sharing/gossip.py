@@ -15,6 +15,10 @@ from the demand that it has *told*, not from its present one: when it takes more
 it wants more. So the limit is overrun only by what starts while messages are late or lost. What cannot be
 divided goes to each process in turn, for `TURN_S`.
 
+Kept conversations. A process lets a tenant have so many tokens kept as its limit leaves beside what others
+have told that they keep for it. A conversation whose turns go to two processes counts at both, until its time
+is over at the first.
+
 Sessions. Turns of others, and ends of sessions, go into the process's own table, and of two turns the later
 one counts. No look-up waits for anybody.
 
@@ -84,6 +88,8 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
     requests_left: float = 0.0
     """In the bucket; 0 where there is none."""
     tokens_left: float = 0.0
+    kept: int = 0
+    """Tokens that are kept for it in the pool."""
 
     @property
     def demand(self) -> int:
@@ -94,7 +100,7 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
     def is_sensible(self) -> bool:
         """No number is one that no process would tell."""
         return all(map(math.isfinite, msgspec.structs.astuple(self))) and (
-            0 <= self.running <= MAX_RUNNING and 0 <= self.waiting <= MAX_RUNNING
+            all(0 <= count <= MAX_RUNNING for count in (self.running, self.waiting, self.kept))
         )
 
 
@@ -172,7 +178,7 @@ class Gossip:
         """When this process heard itself last by the remote carrier."""
         self._back_s = -math.inf
         """When the remote carrier came back: not all hosts were heard since."""
-        self._told_s = self._repeated_s = -math.inf
+        self._beat_s = -math.inf
         self._number = 0
         self._peers: dict[str, _Peer] = {}
         self._told: dict[str, Usage] = {}
@@ -208,8 +214,11 @@ class Gossip:
     def tick(self, now_s: float, unix_s: float) -> list[Outgoing]:
         """What is to be published now. To be called every `REPORT_S`, or earlier when there is news."""
         self._look_around(now_s)
-        is_due = self._has_met or now_s - self._told_s >= HEARTBEAT_S
-        usage = self._new_usage(now_s)
+        is_whole, self._has_met = self._has_met, False
+        is_beat = now_s - self._beat_s >= HEARTBEAT_S
+        if is_beat:
+            self._beat_s = now_s
+        usage = self._new_usage(now_s, is_whole=is_whole, is_beat=is_beat)
         news = self._sessions.news or {}
         self._listen_to_sessions()
         turns = [
@@ -218,10 +227,8 @@ class Gossip:
         ]
         messages = [Outgoing(self._encoded(usage=part)) for part in _parts(usage)]
         messages += [message for part in _parts(turns) for message in self._with_turns(part, None)]
-        if not messages and is_due:
+        if not messages and (is_whole or is_beat):
             messages = [Outgoing(self._encoded())]
-        if messages:
-            self._told_s = now_s
         messages += self._handed_over(unix_s - now_s, HANDED_OVER)
         self._grant_all(now_s, unix_s)
         return messages
@@ -250,18 +257,15 @@ class Gossip:
         for tenant in self._tenants.known:
             tenant.set_share(self.share, now_s)
 
-    def _new_usage(self, now_s: float) -> list[tuple[str, Usage]]:
+    def _new_usage(self, now_s: float, *, is_whole: bool, is_beat: bool) -> list[tuple[str, Usage]]:
         """Of tenants whose figures have changed; at every heartbeat also of those that run something or have
         changed of late, for who has missed a message; and for a newcomer of all.
         """
-        is_whole, self._has_met = self._has_met, False
-        is_repeated = now_s - self._repeated_s >= HEARTBEAT_S
-        if is_repeated:
-            self._repeated_s = now_s
         found = []
         self._lately.clear()
         for tenant in self._tenants.known:
-            if not (tenant.limits.concurrency or tenant.has_rates):
+            limits = tenant.limits
+            if not (limits.concurrency or tenant.has_rates or limits.retain_tokens):
                 continue
             before = self._told.get(tenant.name, _UNUSED)
             usage = Usage(
@@ -273,14 +277,15 @@ class Gossip:
                 self._held_back(tenant),
                 _left(tenant.requests, now_s),
                 _left(tenant.tokens, now_s),
+                tenant.kept_tokens(now_s) if tenant.kept else 0,
             )
             if usage.new_requests or usage.new_tokens or _counts(usage) != _counts(before):
                 self._changed_s[tenant.name] = now_s
             elif before is _UNUSED:
                 continue
             elif not is_whole:
-                is_of_late = before.demand or now_s - self._changed_s[tenant.name] < SILENT_S
-                if not (is_repeated and is_of_late):
+                is_of_late = before.demand or before.kept or now_s - self._changed_s[tenant.name] < SILENT_S
+                if not (is_beat and is_of_late):
                     continue
             self._told[tenant.name] = usage
             self._lately[tenant.name] = before.demand
@@ -414,6 +419,9 @@ class Gossip:
         """Say how many requests of each tenant, or of those named, may run here."""
         tenants = self._tenants.known if names is None else filter(None, map(self._tenants.get, names))
         for tenant in tenants:
+            if tenant.limits.retain_tokens:
+                kept = (peer.usage.get(tenant.name, _UNUSED).kept for peer in self._peers.values())
+                tenant.kept_elsewhere = sum(kept)
             if tenant.limits.concurrency:
                 granted = self._granted(tenant, now_s, unix_s)
                 self.has_more |= granted > (tenant.granted or 0)
@@ -438,8 +446,8 @@ class Gossip:
 _UNUSED: Final = Usage()
 
 
-def _counts(usage: Usage) -> tuple[int, int]:
-    return usage.running, usage.waiting
+def _counts(usage: Usage) -> tuple[int, int, int]:
+    return usage.running, usage.waiting, usage.kept
 
 
 def _left(bucket: TokenBucket | None, now_s: float) -> float:

@@ -198,11 +198,10 @@ class Prefork:
         config = self._config
         host, port = self._sockets[0].getsockname()[:2]
         logger.info(
-            "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d, elastic %d workers%s)",
+            "listening on %s://%s:%d (prefill %d, decode %d, agg %d, elastic %d workers%s)",
             "https" if config.access.tls_cert_file else "http",
             f"[{host}]" if ":" in host else host,
             port,
-            config.mode,
             len(config.prefill),
             len(config.decode),
             len(config.agg),

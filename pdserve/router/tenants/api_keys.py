@@ -1,10 +1,5 @@
-"""API keys: the file, the digests, and the command that makes one.
-
-Secrets of a router (API keys, admin key, cluster token), from files and the environment.
-
-API keys are stored as SHA-256 digests only.
-
-`pdserve key`: a new API key of a tenant.
+"""Secrets of a router (API keys, admin key, cluster token) from files and the environment, and `pdserve key`,
+which makes an API key. API keys are stored as SHA-256 digests only.
 """
 
 from __future__ import annotations

@@ -88,55 +88,46 @@ def _actions(hints: msgspec.Raw) -> list[tuple[str, float]]:
     return found
 
 
-class Retained:
-    """Of all tenants of a router process."""
+def keep(tenant: TenantState, conversation: str, tokens: int, seconds: float, now_s: float) -> bool:
+    """Whether the tenant may have so many tokens of the conversation kept, beside what other processes keep
+    for it; if so, they count from now on, in place of what counted for it before.
+    """
+    if seconds <= 0 or not tenant.limits.retain_tokens:
+        return False
+    kept = tenant.kept
+    for name in [name for name, (_, until_s) in kept.items() if until_s <= now_s or name == conversation]:
+        del kept[name]
+    used = tenant.kept_tokens(now_s) + tenant.kept_elsewhere
+    if used + tokens > tenant.limits.retain_tokens or len(kept) >= MAX_CONVERSATIONS:
+        return False
+    kept[conversation] = tokens, now_s + seconds
+    return True
 
-    def __init__(self) -> None:
-        self._of: dict[str, dict[str, tuple[int, float]]] = {}
-        """Tenant → conversation → (tokens, until when)."""
 
-    def take(self, tenant: TenantState, conversation: str, tokens: int, seconds: float, now_s: float) -> bool:
-        """Whether the tenant may have so many tokens of the conversation kept; if so, they count from now
-        on, in place of what counted for it before.
-        """
-        if seconds <= 0 or not tenant.limits.retain_tokens:
-            return False
-        kept = self._of.setdefault(tenant.name, {})
-        for name in [name for name, (_, until_s) in kept.items() if until_s <= now_s or name == conversation]:
-            del kept[name]
-        used = sum(count for count, _ in kept.values())
-        if used + tokens > tenant.limits.retain_tokens or len(kept) >= MAX_CONVERSATIONS:
-            return False
-        kept[conversation] = tokens, now_s + seconds
-        return True
+def check_hints(
+    tenant: TenantState, hints: msgspec.Raw, conversation: str, tokens: int, now_s: float
+) -> None:
+    """Raises RequestError: 400 for what is no envelope of hints, 403 for a hint that the tenant may not
+    give, and TooManyError beyond its bound.
 
-    def check_hints(
-        self, tenant: TenantState, hints: msgspec.Raw, conversation: str, tokens: int, now_s: float
-    ) -> None:
-        """Raises RequestError: 400 for what is no envelope of hints, 403 for a hint that the tenant may not
-        give, and TooManyError beyond its bound.
+    What is brought up counts as kept for `PREFETCHED_S`. Nobody demotes pages that others share.
+    """
+    if not tenant.limits.retain_tokens:
+        raise RequestError(403, "You may give no hints (retain_tokens).", type_="permission_error")
+    for kind, seconds in _actions(hints):
+        if kind == "demote":
+            if tenant.limits.cache:
+                message = "You share a cache with others, whose pages you may not demote."
+                raise RequestError(403, message, type_="permission_error")
+            continue
+        name = f"+{conversation}" if kind == "prefetch" else conversation
+        if seconds <= 0:
+            release(tenant, name)
+        elif not keep(tenant, name, tokens, seconds, now_s):
+            message = "You may not have more tokens kept or prefetched (retain_tokens)."
+            raise TooManyError(message, PREFETCHED_S, RATE_EXCEEDED)
 
-        What is brought up counts as kept for `PREFETCHED_S`. Nobody demotes pages that others share.
-        """
-        if not tenant.limits.retain_tokens:
-            raise RequestError(403, "You may give no hints (retain_tokens).", type_="permission_error")
-        for kind, seconds in _actions(hints):
-            if kind == "demote":
-                if tenant.limits.cache:
-                    message = "You share a cache with others, whose pages you may not demote."
-                    raise RequestError(403, message, type_="permission_error")
-                continue
-            name = f"+{conversation}" if kind == "prefetch" else conversation
-            if seconds <= 0:
-                self.release(tenant, name)
-            elif not self.take(tenant, name, tokens, seconds, now_s):
-                message = "You may not have more tokens kept or prefetched (retain_tokens)."
-                raise TooManyError(message, PREFETCHED_S, RATE_EXCEEDED)
 
-    def release(self, tenant: TenantState, conversation: str) -> None:
-        """The conversation is kept no longer."""
-        self._of.get(tenant.name, {}).pop(conversation, None)
-
-    def tokens(self, tenant: TenantState, now_s: float) -> int:
-        """Those that count for the tenant."""
-        return sum(count for count, until_s in self._of.get(tenant.name, {}).values() if until_s > now_s)
+def release(tenant: TenantState, conversation: str) -> None:
+    """The conversation is kept no longer."""
+    tenant.kept.pop(conversation, None)

@@ -1,15 +1,12 @@
-"""Tenants: their limits, what they use, and the registry of all.
+"""Tenants: their limits, what they use, what they are told of it, and the registry of all. Pure: keys come
+here as digests.
 
-A token bucket that can go into debt. Pure.
-
-A request is admitted if the bucket holds its estimated use, or is full and the request is larger. The
-estimate is charged at once, and the difference to the real use at the end of the request. So the level can
-fall below zero. Then the tenant waits until the debt is refilled. In any time t a tenant gets at most
+Rates. A token bucket admits a request if it holds the estimated use, or is full and the request is larger.
+The estimate is charged at once, and the difference to the real use at the end of the request. So the level
+can fall below zero, and the tenant waits until the debt is refilled. In any time t a tenant gets at most
 `capacity + rate * t` tokens and one request more.
 
-One tenant: its limits and its use. Pure.
-
-Headers that tell a client how much of its rates is left. Pure.
+Headers tell a client how much of its rates is left:
 
     x-ratelimit-limit-requests: 20            anthropic-ratelimit-requests-limit: 20
     x-ratelimit-remaining-requests: 19        anthropic-ratelimit-requests-remaining: 19
@@ -18,8 +15,6 @@ Headers that tell a client how much of its rates is left. Pure.
 `tokens` likewise. Limit: what may be used at once when nothing was used for a while. Reset: when all of it is
 there again. A tenant without limits gets none of them. Sources: https://platform.openai.com/docs/guides/rate-limits,
 https://docs.anthropic.com/en/api/rate-limits
-
-The tenants, found by API key. Pure: keys come here as digests.
 """
 
 from __future__ import annotations
@@ -96,6 +91,7 @@ class TenantState:
         "charged_requests",
         "charged_tokens",
         "granted",
+        "has_rates",
         "limits",
         "name",
         "requests",
@@ -104,6 +100,7 @@ class TenantState:
         "tokens",
         "use",
         "waiting",
+        *("kept", "kept_elsewhere"),
     )
 
     def __init__(self, name: str, limits: TenantLimits, now_s: float, granted: int | None = None) -> None:
@@ -120,6 +117,10 @@ class TenantState:
         self.charged_requests = 0.0
         self.charged_tokens = 0.0
         """Charged in this process since its start."""
+        self.kept: dict[str, tuple[int, float]] = {}
+        """Conversation → (tokens, until when): what is kept in the pool, by this process (`retained`)."""
+        self.kept_elsewhere = 0
+        """Tokens that other processes have kept for it (`sharing.gossip`)."""
         self.use = Use()
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -131,11 +132,6 @@ class TenantState:
         return self.limits.cache or self.name
 
     @property
-    def has_rates(self) -> bool:
-        """Its requests or tokens have a rate."""
-        return self.requests is not None or self.tokens is not None
-
-    @property
     def is_free(self) -> bool:
         """The tenant's concurrency allows one more request."""
         most = self.limits.concurrency
@@ -143,12 +139,17 @@ class TenantState:
             return True
         return self.running < (most if self.granted is None else min(self.granted, most))
 
+    def kept_tokens(self, now_s: float) -> int:
+        """Those that this process has kept for it."""
+        return sum(tokens for tokens, until_s in self.kept.values() if until_s > now_s)
+
     def set_limits(self, limits: TenantLimits, now_s: float) -> None:
         """Change the limits from now on. Past use still counts."""
         self.limits = limits
         rate_s, tokens_min = limits.requests_s * self.share, limits.tokens_min * self.share
         self.requests = _bucket(self.requests, rate_s, max(1.0, rate_s), now_s)
         self.tokens = _bucket(self.tokens, tokens_min / 60, tokens_min, now_s)
+        self.has_rates = self.requests is not None or self.tokens is not None
 
     def set_share(self, share: float, now_s: float) -> None:
         """Hold this share of the rates from now on, above 0 and at most 1."""

@@ -34,6 +34,7 @@ from pdserve.kvpool.core.events import (
     StorePages,
     Tick,
     TransferDone,
+    TransfersDone,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
@@ -113,7 +114,16 @@ class Fuzzed:
             self.node.now_s += self.random.choice([0.01, 1.0, 40.0])
             self.handle(Tick())
         elif chance < 0.3 and self.pending:
-            self.handle(self.pending.pop(self.random.randrange(len(self.pending))))
+            owed = self.pending.pop(self.random.randrange(len(self.pending)))
+            if isinstance(owed, TransferDone):
+                owed = TransfersDone([owed, *self.ended(self.random.randrange(4))])
+            self.handle(owed)
+
+    def ended(self, most: int) -> list[TransferDone]:
+        """Further transfers that have ended by now."""
+        found = [one for one in self.pending if isinstance(one, TransferDone)][:most]
+        self.pending = [one for one in self.pending if one not in found]
+        return found
 
     def aimed(self, connection: int, message: Any) -> Any:
         """The message, mostly at something that is there."""

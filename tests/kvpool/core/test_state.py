@@ -15,6 +15,8 @@ from pdserve.kvpool.core.events import (
     ReserveRows,
     SaveNamespaces,
     Tick,
+    TransferDone,
+    TransfersDone,
 )
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
@@ -134,6 +136,18 @@ def test_keys_of_open_waits_are_bounded_by_connection_and_by_node() -> None:
     assert node.state.sessions[others[3]].waited_keys == 10
 
 
+def test_ucx_pages_that_came_together_are_committed_together_and_one_that_failed_is_not() -> None:
+    node = Node()
+    c = node.connect("ucx")
+    grants = node.reserve(c, node.open(c), 1, 2, 3)
+    assert answers(node.send(c, commit(9, *grants)), c) == []
+    ends = zip(grants, (True, False, True), strict=True)
+    actions = node.do(TransfersDone([TransferDone(c, grant.tag, ok) for grant, ok in ends]))
+    [rows] = [one for one in actions if isinstance(one, CommitRows)]
+    assert rows.slots == [grants[0].slot, grants[2].slot]
+    assert answers(actions, c) == [m.Committed(9, b"\1\0\1")]
+
+
 # --- bad clients
 
 
@@ -144,6 +158,7 @@ def test_keys_of_open_waits_are_bounded_by_connection_and_by_node() -> None:
         (m.Commit(1, [0], [1], [1 << 64]), "bad_request"),
         (m.Commit(1, [0], [1, 2], [1]), "bad_request"),
         (m.Reserve(1, 1, [key(1)], [1]), "no_data_path"),
+        (m.Get(1, 1, [key(1)], [1]), "no_data_path"),
     ],
 )
 def test_what_contradicts_itself_or_cannot_be_carried_out_is_refused(request_: m.Request, code: str) -> None:
@@ -159,21 +174,6 @@ def test_a_second_hello_closes_the_connection_and_what_a_closed_one_asks_is_pass
     c = node.connect()
     assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "a second Hello")]
     assert node.do(Received(99, m.Ping(1))) == []
-
-
-def test_a_get_without_a_data_path_pins_pages_and_is_no_read() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
-    node.put(c, ns, 1)
-    holder = node.connect("none")
-    pins = node.get(holder, node.open(holder), 1, 2)
-    assert [pin.status for pin in pins] == [HIT, MISS]
-    assert [type(action) for action in node.actions] == [Answer]  # nothing is sent
-    assert (node.status().namespaces[0].hits, node.status().namespaces[0].misses) == (0, 0)
-    node.put(c, ns, 3, 4, 5, 6)
-    assert node.exists(c, ns, 1) == [1]
-    node.release(holder, pins[0])
-    node.put(c, ns, 7, 8, 9)
-    assert node.exists(c, ns, 1) == [0]
 
 
 def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:

@@ -317,6 +317,34 @@ def test_a_node_that_was_away_drops_what_was_deleted_meanwhile_and_keeps_what_ca
     assert refusal_of_peer(away, generation=1) == "unknown_namespace"
 
 
+@pytest.mark.parametrize(
+    ("named", "started_ms", "is_void"),
+    [
+        (["n0"], 0, True),  # it runs, and could not be reached
+        ([], 9000, True),  # it was away for so long that nobody remembers it
+        (["n5"], 0, False),  # it was there
+    ],
+)
+def test_a_node_that_was_away_when_single_pages_were_erased_voids_its_own(
+    named: list[str], started_ms: int, is_void: bool
+) -> None:
+    here, away = Node(), Node(started_ms=started_ms)
+    for node in (here, away):
+        client = model_of(node)
+        numbers = [open_tenant(node, client, tenant) for tenant in ("a", "b")]
+        for number in numbers:
+            node.put(client, number, 1)
+    here.now_s += 5
+    here.send(client, m.Erase(1, numbers[0], [key(2)], named))
+    told = [one.record for one in here.actions if isinstance(one, PublishNamespace)]
+    assert pages_of(here, "m#a") == 1, "nothing but the page is erased here"
+    away.do(RecordsLearned(told))
+    assert [pages_of(away, f"m#{tenant}") for tenant in "ab"] == [not is_void, 1]
+    away.put(client, numbers[0], 3)
+    away.do(RecordsLearned(told))
+    assert pages_of(away, "m#a") == 2 - is_void, "once is enough"
+
+
 def refusal_of_peer(node: Node, generation: int) -> str:
     """What a node that has not heard of the drop is told, when it brings pages."""
     return refusal(node, node.connect(peer=True), m.OpenNamespace(1, "m#a", {"dtype": "bf16"}, generation))

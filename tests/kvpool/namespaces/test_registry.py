@@ -31,6 +31,7 @@ RECORDS = st.builds(
     st.builds(NamespaceSettings, quota_bytes=st.integers(0, 2)),
     st.booleans(),
     st.sampled_from(["", "b"]),
+    st.dictionaries(st.sampled_from(["", "n0"]), st.integers(1, 3)),
 )
 
 
@@ -54,6 +55,8 @@ def test_join_is_commutative_associative_and_idempotent(
 def test_a_generation_never_goes_back(a: NamespaceRecord, b: NamespaceRecord) -> None:
     assert join(a, b).generation == max(a.generation, b.generation)
     assert join(a, b).version == max(a.version, b.version)
+    for node in {*a.voided, *b.voided}:
+        assert join(a, b).voided[node] == max(a.voided.get(node, 0), b.voided.get(node, 0))
 
 
 def test_a_drop_wins_over_another_change_of_the_same_version() -> None:

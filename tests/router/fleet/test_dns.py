@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.app import lifespan
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.discovery import DnsDiscovery
+from pdserve.router.fleet.discovery import discovered
 from pdserve.settings.config_file import build_config
 from tests.support.router.harness import PATIENT, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
@@ -25,7 +25,7 @@ class Names:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses: dict[str, list[str]] = {}
-        monkeypatch.setattr(lifespan, "DnsDiscovery", partial(DnsDiscovery, resolve=self.resolve))
+        monkeypatch.setattr(lifespan, "discovered", partial(discovered, resolve=self.resolve))
         monkeypatch.setattr(dns, "LOOKUP_S", 0.1)
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig, Session
-from pdserve.router.fleet.registry import MAX_ADAPTER_CHARS, Models
+from pdserve.router.fleet.registry import ANY, MAX_ADAPTER_CHARS, Models
 from pdserve.settings.config_file import load_config
 from tests.support.router.harness import CHAT, Harness, before, chat_body
 from tests.support.router.mock_worker import MockWorker, workers
@@ -29,8 +29,10 @@ GENERATES = frozenset({"generate"})
         (Models(), ["a:7b", "a"], {"a:7b": "a:7b"}),
         (Models(), "", {"x": 503, None: 503}),
         (Models(default="b"), "ab", {None: "b", "": "b", "default": "b", "a": "a"}),
-        (Models(default="b"), "a", {None: 503}),  # not another model in its place
+        (Models(default="b"), "a", {None: 503, "b": 503, "c": 404}),  # not another model in its place
         (Models(["a", "b"]), "a", {"b": 503, "b:adapter": 503, "c": 404}),
+        (Models(["a", "a:7b"]), "a", {"a:7b": "a"}),
+        (Models(default="a:x"), "a", {"a:x": "a", None: 503}),  # nor without its adapter
     ],
 )
 def test_what_names_of_models_mean(models: Models, served: Any, named: dict[str | None, str | int]) -> None:
@@ -43,6 +45,26 @@ def test_what_names_of_models_mean(models: Models, served: Any, named: dict[str 
             models.resolve(requested, ENDPOINTS[CHAT], tasks)
         assert (caught.value.status, caught.value.param) == (meant, None if meant == 503 else "model")
         assert caught.value.code == {404: "model_not_found", 400: None, 503: "no_healthy_worker"}[meant]
+
+
+@pytest.mark.parametrize(
+    ("served", "known", "named"),
+    [
+        ("", "", {None: ANY, "x": ANY, "b": "b"}),  # whoever comes says whether it serves that
+        ("", "a", {"a": "a", "a:adapter": "a", "b": "b", "x": 404}),
+        ("c", "a", {"a": "a", "c:adapter": "c", None: "c", "x": 404}),
+    ],
+)
+def test_a_request_waits_for_the_model_that_it_means(
+    served: str, known: str, named: dict[str | None, str | int]
+) -> None:
+    for requested, meant in named.items():
+        if isinstance(meant, str):
+            assert Models(["b"]).awaited(requested, dict.fromkeys(served, GENERATES), known) == meant
+            continue
+        with pytest.raises(RequestError) as caught:
+            Models(["b"]).awaited(requested, dict.fromkeys(served, GENERATES), known)
+        assert (caught.value.status, caught.value.code) == (meant, "model_not_found")
 
 
 def test_what_a_model_cannot_do_is_refused() -> None:

@@ -136,7 +136,6 @@ def test_a_worker_that_leaves_is_out_at_once_and_its_requests_are_counted_to_the
         ("other_role", lambda fleet: fleet.members.join("http://h0:1", "prefill")),
         ("unknown_worker", lambda fleet: fleet.members.leave("h9:1")),
         ("unknown_worker", lambda fleet: fleet.members.drain("h9:1", True)),
-        ("bad_url", lambda fleet: fleet.members.sync("etcd", {"http://h1:1": "decode", "h2": "decode"})),
     ],
 )
 def test_what_cannot_be_done_is_said_and_changes_nothing(code: str, act: Any) -> None:
@@ -153,11 +152,11 @@ def test_a_source_names_exactly_its_workers_and_leaves_the_others_alone() -> Non
     fleet.members.sync("config", {"http://a:1": "prefill", "http://b:1": "decode"})
     by_hand = fleet.members.join("http://c:1", "decode")
     fleet.members.sync("etcd", {"http://b:1": "decode", "http://d:1": "decode"})
-    joined, left = fleet.members.sync("config", {"http://e:1": "decode"})
+    joined, left, _ = fleet.members.sync("config", {"http://e:1": "decode"})
     assert [w.id for w in joined] == ["e:1"]
     assert [w.id for w in left] == ["a:1"]
     assert list(fleet.by_id) == ["b:1", "c:1", "d:1", "e:1"]  # etcd still has b
-    assert [w.id for w in fleet.members.sync("etcd", {})[1]] == ["b:1", "d:1"]
+    assert [w.id for w in fleet.members.sync("etcd", {}).left] == ["b:1", "d:1"]
     assert list(fleet.by_id) == ["c:1", "e:1"]
     assert by_hand in fleet.workers
 
@@ -166,11 +165,14 @@ def test_a_worker_that_changes_its_role_joins_anew() -> None:
     fleet = Fleet([])
     fleet.members.sync("etcd", {"http://a:1": "prefill"})
     old = fleet.by_id["a:1"]
-    joined, left = fleet.members.sync("etcd", {"http://a:1": "decode"})
+    joined, left, _ = fleet.members.sync("etcd", {"http://a:1": "decode"})
     assert left == [old]
     assert [(w.id, w.role) for w in joined] == [("a:1", "decode")]
-    with pytest.raises(FleetError, match="etcd has it as 'decode'"):
-        fleet.members.sync("config", {"http://a:1": "prefill"})
+    listed = {"http://a:1": "prefill", "h2": "decode", "http://b:1": "boss", "http://c:1": "agg"}
+    joined, left, problems = fleet.members.sync("config", listed)
+    assert ([w.id for w in joined], left) == (["c:1"], [])
+    for problem, said in zip(problems, ("etcd has it as 'decode'", "'h2'", "'boss'"), strict=True):
+        assert said in problem
 
 
 @dataclass
@@ -310,6 +312,21 @@ def test_whatever_happens_requests_go_where_the_rules_say(seed: int) -> None:
         day.check()  # what was found before is still right at this time
         day.dice.choice(EVENTS)(day, day.pick())
         day.check()
+
+
+@pytest.mark.parametrize(
+    ("of_each", "says", "processes", "slots"), [(0, 8, 1, 32), (0, 8, 3, 11), (5, 8, 2, 5), (0, 0, 2, 4096)]
+)
+def test_the_processes_of_a_router_share_what_runs_at_its_workers(
+    of_each: int, says: int, processes: int, slots: int
+) -> None:
+    made = [Worker("decode", f"http://h{number}:1") for number in range(2)]
+    fleet = Fleet(made, running_per_worker=of_each, processes=processes)
+    for worker in made:
+        fleet.on_info(worker, info())
+        fleet.on_probe_ready(worker)
+        fleet.on_load(worker, WorkerLoad(max_running_requests=says))
+    assert fleet.snapshot("m", 0.0).slots == slots
 
 
 def test_prompts_that_wait_are_those_of_this_router_and_what_else_the_worker_reports() -> None:

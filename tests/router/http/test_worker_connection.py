@@ -16,7 +16,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.http import worker_connection as pool_module
 from pdserve.router.http.deadlines import TICK_S, Deadlines
 from pdserve.router.http.tls import UpstreamError
-from pdserve.router.http.worker_connection import MAX_HEAD_BYTES, Answer, Upstream, Waiter, WorkerConnection
+from pdserve.router.http.worker_connection import MAX_HEAD_BYTES, Fetched, Upstream, Waiter, WorkerConnection
 from tests.support.router import mock_worker as mock
 from tests.support.router.mock_worker import CloseConnection, Gate, MockWorker, Received, Script, Wire
 from tests.support.virtual_time import virtually
@@ -35,7 +35,7 @@ class Client:
         self.worker = Worker("decode", worker.url)
         self.upstream = Upstream(limits)
 
-    async def ask(self, body: bytes = b"{}", limit_s: float = 5.0, limit_bytes: int = LIMIT_BYTES) -> Answer:
+    async def ask(self, body: bytes = b"{}", limit_s: float = 5.0, limit_bytes: int = LIMIT_BYTES) -> Fetched:
         return await self.upstream.fetch(
             self.worker, "/x", b"x-a: b\r\n", body, connect_s=2.0, limit_s=limit_s, limit_bytes=limit_bytes
         )
@@ -50,6 +50,7 @@ class Client:
         up = await self.upstream.exchange(
             Waiter(), self.worker, b"/x", b"", b"{}", connect_s=2.0, limit_s=limit_s, sink=sink
         )
+        up.read_head()
         return up, up.take()
 
     async def fails(self) -> str:

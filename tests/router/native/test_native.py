@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
+import sys
 from typing import Any
 
 import httptools
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.native import heads, scan
+from pdserve.router.native import answers, heads, scan, slots
 
 COMPILED: Any = None
 with contextlib.suppress(ImportError):
@@ -131,3 +133,83 @@ def test_a_parser_fills_them_as_it_would_fill_a_list(lines_of: Any, data: Any) -
 def test_arguments_of_another_type_are_refused(call: Any) -> None:
     with pytest.raises(TypeError):
         call()
+
+
+@given(
+    st.lists(
+        st.sampled_from([b'"n":', b'"n"', b" ", b"\n", b"0", b"12", b"123456789", b"x", b"_", b",", b"-"])
+    )
+)
+def test_the_number_behind_the_last_mark_is_found(parts: list[bytes]) -> None:
+    text, mark = b"".join(parts), b'"n":'
+    found = re.findall(rb'"n":(?!.*"n":)\s*(\d{1,15})\b', text, re.DOTALL)
+    assert (
+        scan.number_after(text, mark) == scan.plain_number_after(text, mark) == int(found[0] if found else 0)
+    )
+
+
+class Base:
+    __slots__ = ("first", "second")
+
+
+class Derived(Base):
+    __slots__ = ("third",)
+
+
+class Open(Base):
+    """Has a dictionary."""
+
+
+@pytest.mark.parametrize("copied", [slots.plain_copied, slots.copied], ids=["python", "compiled"])
+def test_a_copy_has_the_same_values_and_a_life_of_its_own(copied: Any) -> None:
+    made = Derived()
+    made.first, made.third = [1], "x"
+    copy = copied(made)
+    assert (type(copy), copy.first, copy.third, hasattr(copy, "second")) == (Derived, [1], "x", False)
+    shared = made.first
+    before = sys.getrefcount(shared)
+    copy.first, copy.second = 2, 3
+    after = sys.getrefcount(shared)
+    assert (made.first is shared, hasattr(made, "second"), after) == (True, False, before - 1)
+    for other in (Open(), [], 1, copied, heads.HeaderLines(1)):
+        with pytest.raises((TypeError, KeyError)):
+            copied(other)
+
+
+ANSWERS = st.sampled_from(
+    [
+        b"HTTP/1.1 200 OK\r\nX-A: b\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\nHTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\nx-b: t\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 1\r\n\r\n!",
+        b"HTTP/1.1 700 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\nno length",
+    ]
+)
+
+
+@given(st.lists(ANSWERS, min_size=1, max_size=4), st.lists(st.integers(1, 40), min_size=1), st.data())
+def test_answers_are_gathered_alike(sent: list[bytes], cuts: list[int], data: st.DataObject) -> None:
+    """Answers in pieces of any length; before some of them, who asks gets ready for another one."""
+    text, at = b"".join(sent), 0
+    made = [kind() for kind in {answers.PlainAnswer, answers.Answer}]
+    for one in made:
+        one.parser = httptools.HttpResponseParser(one)
+    while at < len(text):
+        piece, at = text[at : at + cuts[at % len(cuts)]], at + cuts[at % len(cuts)]
+        is_next = data.draw(st.booleans())
+        seen = []
+        for one in made:
+            if one.is_whole and is_next:
+                one.status, one.is_whole = 0, False
+            error = ""
+            try:
+                one.parser.feed_data(piece)
+            except httptools.HttpParserError as broken:
+                error = str(broken.__context__ or broken)
+            seen.append((one.status, one.pairs, one.pieces, one.rest, one.is_whole, one.keeps, error))
+        assert seen[0] == seen[-1]
+        if seen[0][-1]:
+            break
+    for one in made:
+        one.parser = None

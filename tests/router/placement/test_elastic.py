@@ -16,8 +16,8 @@ from pdserve.router.fleet.eligible import Eligible, LoadLog
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.placement.elastic import (
+    BAND,
     LEAST_WEIGHT,
-    MARGIN,
     Demand,
     Duties,
     ElasticRoles,
@@ -51,9 +51,9 @@ def test_the_number_comes_as_near_to_its_target_as_the_margin_allows_and_noise_w
         duties.update(workers, middle, has_decode=has_decode, now_s=float(step))
     settled, changes = duties.prefilling, duties.changes
     most = count if has_decode else count - 1
-    assert abs(len(settled) - min(count * middle, most)) <= 0.5 + MARGIN + 1e-9
+    assert abs(len(settled) - min(count * middle, most)) <= BAND + 1e-9
     for step, part in enumerate(noise):
-        share = min(1.0, max(0.0, middle + part * MARGIN / count))
+        share = min(1.0, max(0.0, middle + part * (BAND - 0.5) / count))
         duties.update(workers, share, has_decode=has_decode, now_s=100.0 + step)
     # the target may lie just inside the band's edge: then noise moves the number once, and never back
     assert duties.changes - changes <= 1
@@ -94,21 +94,35 @@ def test_someone_always_answers_whoever_comes_and_goes(
             assert len(prefilling) < len(workers)
 
 
-def test_the_least_busy_worker_changes_and_without_load_none() -> None:
-    busy, idle = elastic(2)
-    busy.in_flight = 5
-    duties = Duties(0.0)
-    duties.update([busy, idle], 0.0, has_decode=False, now_s=0.0)
-    assert duties.update([busy, idle], 0.9, has_decode=False, now_s=1.0) == ids(idle)
-    queued, free = elastic(2)
-    queued.queued_here = 9_000
-    duties = Duties(0.0)
-    duties.update([queued, free], 1.0, has_decode=True, now_s=0.0)
-    assert duties.update([queued, free], 0.0, has_decode=True, now_s=1.0) == ids(queued)
+@given(
+    count=COUNTS,
+    shares=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=30),
+    common=st.floats(0, 1),
+    leaving=st.sets(st.integers(0, 11)),
+)
+def test_processes_that_see_one_load_come_to_the_same_duties_but_for_one_worker(
+    count: int, shares: list[tuple[float, float]], common: float, leaving: set[int]
+) -> None:
+    """Whatever each of them saw before."""
+    here, there, workers = Duties(0.0), Duties(0.0), elastic(count)
+    for step, (one, other) in enumerate(shares):
+        here.update(workers, one, has_decode=True, now_s=float(step))
+        there.update(workers[::-1], other, has_decode=True, now_s=float(step))
+    workers = [worker for number, worker in enumerate(workers) if number not in leaving]
+    for step in range(100, 120):
+        found = [
+            duties.update(listed, common, has_decode=True, now_s=float(step))
+            for duties, listed in ((here, workers), (there, workers[::-1]))
+        ]
+    assert len(found[0] ^ found[1]) <= 1
+
+
+def test_without_load_half_of_the_workers_prefill_and_none_changes() -> None:
     duties, workers = Duties(0.0), elastic(4)
     before = duties.update(workers, None, has_decode=False, now_s=0.0)
     assert len(before) == 2
     assert duties.update(workers, None, has_decode=False, now_s=math.inf) == before
+    assert duties.changes == 0
 
 
 # --- how many workers a load needs

@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import EntryPoint
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
 from pdserve.router.config.placement import PlacementSettings, Session
-from pdserve.router.fleet.eligible import MAX_MOVED, Eligible
+from pdserve.router.fleet.eligible import MAX_MOVED, Eligible, LoadLog
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerLoad
+from pdserve.router.placement import policies
 from pdserve.router.placement.policies import (
     POLICY_NAMES,
     Ask,
@@ -33,11 +35,11 @@ EVENTS = st.sampled_from(["selected", "released", "queued", "said"])
 LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
-def fleet(loads: list[int]) -> list[Worker]:
+def fleet(loads: list[int]) -> Eligible:
     workers = [Worker("decode", f"http://10.0.0.{i}:30000") for i in range(len(loads))]
     for worker, load in zip(workers, loads, strict=True):
         worker.in_flight = load
-    return workers
+    return Eligible(workers, LoadLog())
 
 
 def ask(session: str | None = None, last: str | None = None, **more: Any) -> Ask:
@@ -67,6 +69,18 @@ def test_least_loaded_takes_the_least_and_round_robin_each_in_turn(loads: list[i
     assert policy("least_loaded").choose(ask(turn=turn), workers).worker.in_flight == min(loads)
     chosen = [policy("round_robin").choose(ask(turn=turn + i), workers).worker for i in range(len(workers))]
     assert set(chosen) == set(workers)
+
+
+@given(LOADS, st.integers(0, 2**32 - 1))
+def test_power_of_two_never_takes_the_busiest_worker_alone_nor_one_because_of_its_caches(
+    loads: list[int], draw: int
+) -> None:
+    workers = fleet(loads)
+    busiest = workers[loads.index(max(loads))]
+    places = Places({busiest.incarnation: (1000, 0.0)}, None)
+    for name in ("power_of_two", "load_aware"):
+        chosen = policy(name).choose(ask(draw=draw, prompt_tokens=1000, places=places), workers).worker
+        assert chosen is not busiest or loads.count(max(loads)) > 1 or len(loads) == 1
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -111,14 +125,15 @@ def test_rendezvous_does_not_depend_on_the_order_given(key: str, loads: list[int
     workers = fleet(loads)
     shuffled = list(workers)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert rendezvous_order(key, workers) == rendezvous_order(key, shuffled)
+    assert rendezvous_order(key, workers) == rendezvous_order(key, Eligible(shuffled, LoadLog()))
 
 
 def test_a_worker_that_leaves_moves_only_its_own_sessions() -> None:
     workers = fleet([0] * 5)
     keys = [f"session-{i}" for i in range(10_000)]
     before = {key: rendezvous_order(key, workers)[0] for key in keys}
-    after = {key: rendezvous_order(key, workers[1:])[0] for key in keys}
+    left = Eligible(workers[1:], LoadLog())
+    after = {key: rendezvous_order(key, left)[0] for key in keys}
     assert all(after[key] is before[key] for key in keys if before[key] is not workers[0])
     shares = [sum(1 for worker in before.values() if worker is w) / len(keys) for w in workers]
     assert all(0.17 < share < 0.23 for share in shares)
@@ -180,7 +195,9 @@ def test_workers_that_are_kept_in_order_are_chosen_as_by_a_walk_over_all(
         elif event == "said":
             made.on_load(worker, WorkerLoad(amount, 0, amount * 50, free_kv_tokens=amount * 200))
         asked = ask(session, workers[0].id, turn=turn, prompt_tokens=5000, places=places)
-        by_walk, by_order = (chooses.choose(asked, of) for of in (list(workers), kept))
+        with patch.multiple(policies, FEW=count, FEW_COSTS=count):
+            by_walk = chooses.choose(asked, kept)
+        by_order = chooses.choose(asked, kept)
         if name in ("least_loaded", "affinity"):
             assert by_order.worker is by_walk.worker
         else:  # of workers with the same cost it may be another one
@@ -194,9 +211,8 @@ def test_equal_workers_take_equal_turns_beside_busy_ones(loads: list[int], first
         made.on_load(worker, WorkerLoad(load))
     idle = loads.count(min(loads))
     for name in ("least_loaded", "load_aware"):
-        for workers in (list(made.workers), Eligible(made.workers, made.log)):
-            turns = range(first, first + idle)
-            assert len({policy(name).choose(ask(turn=turn), workers).worker for turn in turns}) == idle
+        workers, turns = Eligible(made.workers, made.log), range(first, first + idle)
+        assert len({policy(name).choose(ask(turn=turn), workers).worker for turn in turns}) == idle
 
 
 def test_a_small_part_of_a_prompt_makes_no_worker_preferred() -> None:

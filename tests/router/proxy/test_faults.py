@@ -338,7 +338,8 @@ class Stage:
         loop = asyncio.get_running_loop()
 
         def waiting() -> list[Any]:
-            watched = self.harness.router.upstream.deadlines.watched
+            upstream = self.harness.router.upstream
+            watched = (*upstream.deadlines.watched, *upstream.exchanges())
             return [one for one in watched if isinstance(one, kind) and one.deadline_s < loop.time() + 90_000]
 
         await self.harness.until(lambda: bool(waiting()))

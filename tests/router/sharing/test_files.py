@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import NONE, FleetError, Order, after_reload
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import Role, Worker
+from pdserve.router.fleet.worker import Role
 from pdserve.router.metrics.stats import Histogram, Snapshot
 from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles, ids_of
 
@@ -52,13 +52,7 @@ class Process:
             self.fleet.members.take(acts.orders)
 
     def name_in_etcd(self, urls: Iterable[str]) -> None:
-        """As discovery does: what would be refused is left out."""
-        named: dict[str, Role] = {}
-        for url in urls:
-            with suppress(FleetError):
-                self.fleet.members.check("etcd", Worker("decode", url))
-                named[url] = "decode"
-        self.fleet.members.sync("etcd", named)
+        self.fleet.members.sync("etcd", dict.fromkeys(urls, "decode"))
 
     def do(self, act: str, url: str) -> None:
         members, id_ = self.fleet.members, url.removeprefix("http://")

@@ -35,6 +35,7 @@ from pdserve.router.sharing.gossip import (
     Usage,
     split,
 )
+from pdserve.router.tenants.retained import keep, release
 from pdserve.router.tenants.tenant import Tenants, TokenBucket
 
 NAME, RATE, TOKENS = "t", 10.0, 6000
@@ -300,6 +301,31 @@ def test_the_limit_is_divided_whole_and_fairly(limit: int, demands: dict[int, in
     elif limit:
         most = max(parts.values())
         assert sorted(short, key=lambda one: parts[one] < most) == short  # the odd ones to the first
+
+
+# --- kept conversations
+
+
+def test_all_processes_keep_no_more_tokens_for_a_tenant_than_it_may_have_kept() -> None:
+    network = Network({"a": 2, "b": 1}, Tenant(name=NAME, retain_tokens=100)).settled()
+    one, other, _ = network.processes
+
+    def keeps(process: Process, conversation: str, tokens: int) -> bool:
+        return keep(process.tenant, conversation, tokens, 60, network.now_s)
+
+    assert keeps(one, "s", 60)
+    network.run(3 * REPORT_S)
+    assert not any(keeps(process, "t", 50) for process in network.processes)
+    assert keeps(other, "t", 40)
+    newcomer = network.join("b")
+    network.run(SETTLE_S)
+    assert not keeps(newcomer, "u", 1)
+    release(one.tenant, "s")
+    network.run(3 * REPORT_S)
+    assert keeps(newcomer, "u", 60)
+    network.processes.remove(newcomer)  # what it had kept is bounded by its time, not by its life
+    network.run(61.0)
+    assert keeps(other, "v", 100)
 
 
 # --- rates

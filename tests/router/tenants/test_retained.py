@@ -13,7 +13,7 @@ import pytest
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.request_body import parse_request
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.tenants.retained import Retained, seconds_marked, seconds_of
+from pdserve.router.tenants.retained import keep, release, seconds_marked, seconds_of
 from pdserve.router.tenants.rights import SALT_HEADER
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router import tenants
@@ -26,17 +26,17 @@ HINTS = "/v1/kv/hints"
 
 
 def test_a_tenant_has_no_more_tokens_and_conversations_kept_than_it_may() -> None:
-    tenant, kept = TenantState("t", TenantLimits(retain_tokens=100), 0.0), Retained()
-    assert kept.take(tenant, "a", 60, 10, 0.0)
-    assert not kept.take(tenant, "b", 60, 10, 0.0)
-    assert kept.take(tenant, "a", 70, 10, 1.0)  # its next turn takes the place of the one before
-    assert kept.take(tenant, "b", 30, 10, 1.0)
-    assert kept.tokens(tenant, 1.0) == 100
-    kept.release(tenant, "a")
-    assert kept.take(tenant, "c", 70, 10, 1.0)
-    assert kept.tokens(tenant, 11.0) == 0
-    assert kept.take(tenant, "d", 100, 10, 11.0)
-    assert sum(kept.take(tenant, str(i), 0, 10, 22.0) for i in range(2000)) == 1000
+    tenant = TenantState("t", TenantLimits(retain_tokens=100), 0.0)
+    assert keep(tenant, "a", 60, 10, 0.0)
+    assert not keep(tenant, "b", 60, 10, 0.0)
+    assert keep(tenant, "a", 70, 10, 1.0)  # its next turn takes the place of the one before
+    assert keep(tenant, "b", 30, 10, 1.0)
+    assert tenant.kept_tokens(1.0) == 100
+    release(tenant, "a")
+    assert keep(tenant, "c", 70, 10, 1.0)
+    assert tenant.kept_tokens(11.0) == 0
+    assert keep(tenant, "d", 100, 10, 11.0)
+    assert sum(keep(tenant, str(i), 0, 10, 22.0) for i in range(2000)) == 1000
 
 
 def test_what_is_no_number_is_no_wish() -> None:

@@ -34,6 +34,7 @@ class Pool:
         self.fate: Fate | None = Fate()
         self.fails = False
         self.waits: list[tuple[list[bytes], float]] = []
+        self.lookups = 0
         self.asked_fates: list[bytes] = []
         self.kept: list[tuple[int, float]] = []
         self.demoted: list[bytes] = []
@@ -63,9 +64,10 @@ class Pool:
                 await self.more.wait_for(lambda: self.there.keys() >= set(keys))
         except TimeoutError:
             pass
-        return await self.exists(keys)
+        return [key in self.there for key in keys]
 
     async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
+        self.lookups += 1
         return [key in self.there for key in keys]
 
     async def places(self, keys: Sequence[bytes], tenant: str = "") -> list[str | None]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.kvpool.core.events import Action, CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.core.events import Action, CancelTransfers, StartReceive, StartSend
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.store import lazy_free, page_store, room
 from pdserve.kvpool.policies import POLICIES
@@ -309,7 +309,7 @@ class Clients(RuleBasedStateMachine):
         for name, held in list(self.held.items()):
             if held.tag == tag and held.commit:
                 self.committed(name, *held.commit)
-        self.act(self.node.do(TransferDone(connection, tag, ok)))
+        self.act(self.node.done(connection, tag, ok))
 
     def end(self, ended) -> None:  # type: ignore[no-untyped-def]
         self.held = {name: held for name, held in self.held.items() if not ended(held)}
@@ -429,7 +429,7 @@ class Clients(RuleBasedStateMachine):
         for connection in self.connections:
             self.act(self.node.disconnect(connection))
         for tag, (connection, _) in list(self.transfers.items()):
-            self.node.do(TransferDone(connection, tag, False))
+            self.node.done(connection, tag, False)
         for _ in range(20):  # until everything is swept
             self.node.pass_time(10)
         self.patched.undo()

@@ -19,6 +19,8 @@ from pdserve.kvpool.core.events import (
     StartReceive,
     StartSend,
     Tick,
+    TransferDone,
+    TransfersDone,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.sessions import Limits
@@ -52,6 +54,7 @@ class Node:
         tiers: Sequence[TierSpec] = (),
         tiering: TieringLimits | None = None,
         follows_places: bool = True,
+        started_ms: int = 0,
         **limits: Any,
     ) -> None:
         self.now_s = 100.0
@@ -67,6 +70,7 @@ class Node:
             tiers,
             tiering,
             follows_places,
+            started_ms,
         )
         self._follows_places = follows_places
         self._told: dict[tuple[int, bytes], str] = {}  # where pages are, as followers know it
@@ -112,6 +116,10 @@ class Node:
 
     def send(self, connection: int, message: m.Request) -> list[Action]:
         return self.do(Received(connection, message))
+
+    def done(self, connection: int, tag: int, ok: bool) -> list[Action]:
+        """A transfer has ended."""
+        return self.do(TransfersDone([TransferDone(connection, tag, ok)]))
 
     def pass_time(self, seconds: float) -> list[Action]:
         self.now_s += seconds

@@ -59,13 +59,14 @@ class RunningServer:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
 
-    def _on_done(self, event: TransferDone) -> None:
+    def _on_done(self, done: list[TransferDone]) -> None:
         with self._changed:
-            assert event.tag not in self.done, "reported twice"
-            self.done[event.tag] = event.ok
-            if self.reuses_slots and event.tag in self.slots and not event.ok:
-                offset, length = self.slots[event.tag]
-                self.arena[offset : offset + length] = REUSED
+            for one in done:
+                assert one.tag not in self.done, "reported twice"
+                self.done[one.tag] = one.ok
+                if self.reuses_slots and one.tag in self.slots and not one.ok:
+                    offset, length = self.slots[one.tag]
+                    self.arena[offset : offset + length] = REUSED
             self._changed.notify_all()
 
     def _on_lost(self, connection: int, reason: str) -> None:
@@ -94,17 +95,17 @@ class RunningServer:
         """Its tag."""
         tag, self._next_tag = self._next_tag, self._next_tag + 1
         self.slots[tag] = (offset, length)
-        self.do(lambda: self.server.perform(StartReceive(connection, tag, offset, (length,))))
+        self.do(lambda: self.server.perform(connection, [StartReceive(connection, tag, offset, (length,))]))
         return tag
 
     def send(self, connection: int, offset: int, length: int) -> int:
         """Its tag."""
         tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self.do(lambda: self.server.perform(StartSend(connection, tag, offset, (length,))))
+        self.do(lambda: self.server.perform(connection, [StartSend(connection, tag, offset, (length,))]))
         return tag
 
     def cancel(self, connection: int, *tags: int) -> None:
-        self.do(lambda: self.server.perform(CancelTransfers(connection, tags)))
+        self.do(lambda: self.server.perform(connection, [CancelTransfers(connection, tags)]))
 
     def close(self, connection: int) -> None:
         self.do(lambda: self.server.close(connection))

@@ -138,6 +138,7 @@ async def a_prefill_is_reported(client: httpx.AsyncClient, model: str) -> None:
     response = await client.post("/pd/prefill", params=ENDPOINT, json=asked, headers=HEADERS)
     assert response.status_code == 200
     report = msgspec.json.decode(response.content, type=PrefillReport)
+    report.check()
     assert set(response.json()["cached"]) == set(CACHES)
     assert report.cached is not None
     assert 0 <= sum(msgspec.structs.astuple(report.cached)) <= report.prompt_tokens > 0

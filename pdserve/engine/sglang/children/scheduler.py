@@ -5,7 +5,7 @@
 | `PrefillBootstrapQueue.create_sender` | pages of prompts in the room `POOL_ROOM` are kept |
 | `Scheduler._process_hicache_events` | requests that only fetch end when their pages have come |
 | `Scheduler._record_kv_event_lora_name` | requests for embeddings get their `cache_salt` |
-| `UnifiedRadixCache.prefetch_outcome_stats_snapshot` | fetches that SGLang declined are counted |
+| `UnifiedRadixCache`, `Scheduler._process_hicache_events` | fetches begin a step sooner, and are counted |
 | `Req._check_str_based_finish` | of several stop strings the first in the text ends it |
 | `UnifiedRadixCache` | what it looks up and stores says whose it is (owners.py) |
 | `torch.distributed.TCPStore` | serves loopback only where all ranks are on one host |
@@ -20,12 +20,11 @@ import functools
 import importlib
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.engine.metric_names import METRICS
+from pdserve.engine.sglang.children.fetches import Declined, Fetches, FetchMetrics
 from pdserve.engine.sglang.children.owners import lookups_marked, stores_marked
-from pdserve.metric import by_name
 
 POOL_ROOM: Final = 2**62
 """Of prompts that a worker in SGLang's prefill mode computes for the pool and sends to nobody. The rooms of
@@ -33,11 +32,6 @@ two workers are below it. Several prompts of a request have it and those above i
 """
 PULL_ID: Final = "pdserve-pull-"
 """The prefix of the ids of requests that only fetch pages."""
-DECLINED: Final[Mapping[str, str]] = {
-    "declined_rate_limited": "others_under_way",
-    "declined_host_oversize": "larger_than_host_memory",
-}
-"""SGLang's counts of fetches that it declined, and what they are called here."""
 LOOPBACK: Final = "127.0.0.1"
 BACKLOG: Final = 2048  # as torch has
 _SALT: Final = "\0pdserve-salt:"  # no name of an adapter begins so; see `salted`
@@ -54,10 +48,13 @@ def change(*, is_on_one_host: bool) -> None:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     _replace(PrefillBootstrapQueue, "create_sender", prompts_kept)
-    _replace(Scheduler, "_process_hicache_events", pulls_ended)
+    metrics = FetchMetrics()
+    fetches = Fetches(metrics.steps)
+    _replace(Scheduler, "_process_hicache_events", lambda process: pulls_ended(fetches.stepped(process)))
     _replace(Scheduler, "_record_kv_event_lora_name", salts_taken)
-    _replace(UnifiedRadixCache, "prefetch_outcome_stats_snapshot", Declined(_Counter().add).counted)
-    _replace(UnifiedRadixCache, "prefetch_from_storage", lookups_marked(4))
+    _replace(UnifiedRadixCache, "prefetch_outcome_stats_snapshot", Declined(metrics.declined).counted)
+    _replace(UnifiedRadixCache, "pop_prefetch_loaded_span", fetches.admitted)
+    _replace(UnifiedRadixCache, "prefetch_from_storage", lambda ask: fetches.asked(lookups_marked(4)(ask)))
     _replace(UnifiedRadixCache, "query_storage_hit_length", lookups_marked(3))
     _replace(UnifiedRadixCache, "__init__", stores_marked)
     _replace(Req, "_check_str_based_finish", lambda check: earliest_stop(check, FINISH_MATCHED_STR))
@@ -126,46 +123,6 @@ def _has_all(cache: Any, pull: Any) -> bool:
     span = cache.waiting_storage_span(pull.cache_request_handle)
     pages = (len(pull.origin_input_ids) - 1) // cache.page_size
     return span is not None and bool(span[1] >= pages * cache.page_size)
-
-
-class Declined:
-    """The growth of SGLang's counts of fetches that it put off or gave up for lack of host memory: it fetches
-    nothing more while half of that waits for pages on their way, and shows the counts nowhere. `add`:
-    (reason, how many more); first 0 of each, so that all are shown.
-    """
-
-    def __init__(self, add: Callable[[str, int], None]) -> None:
-        self._add = add
-        self._seen = dict.fromkeys(DECLINED, -1)
-
-    def counted(self, snapshot: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, float]]:
-        """SGLang takes a snapshot after each batch."""
-
-        def read(cache: Any) -> dict[str, float]:
-            stats = snapshot(cache)
-            for name, reason in DECLINED.items():
-                count, seen = int(stats.get(name, 0)), self._seen[name]
-                if count > seen:
-                    self._add(reason, count - max(0, seen))
-                self._seen[name] = count
-            return stats
-
-        return read
-
-
-class _Counter:
-    """Made at its first use: prometheus_client must not be imported before SGLang has set up its mode."""
-
-    def __init__(self) -> None:
-        self._counter: Any = None
-
-    def add(self, reason: str, count: int) -> None:
-        if self._counter is None:
-            from prometheus_client import CollectorRegistry, Counter
-
-            named = by_name(METRICS)["fetches_declined"]
-            self._counter = Counter(named.family_name, named.says, named.labels, registry=CollectorRegistry())
-        self._counter.labels(reason).inc(count)
 
 
 # --- salts of embeddings

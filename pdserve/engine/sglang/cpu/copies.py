@@ -7,7 +7,7 @@ Shapes (one K or V tensor each):
 - host, page_head: `[pages, heads, page_size, layers, dim]`
 
 Indices are token positions, int64, whole pages: each run of `page_size` of them is one page's consecutive
-slots. Names and parameters are those of `sgl_kernel.kvcacheio`.
+slots, from a multiple of `page_size`. Names and parameters are those of `sgl_kernel.kvcacheio`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def transfer_kv_per_layer_direct_pf_lf(
     page_size: int,
 ) -> None:
     """One layer of host pages (page_first_direct) to device slots: `src_ptrs` and `dst_ptrs` are [K, V]."""
-    pages = src_indices.cpu()[::page_size] // page_size
-    dst_indices = dst_indices.cpu()
+    pages, slots = (indices.cpu()[::page_size] // page_size for indices in (src_indices, dst_indices))
     for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
-        dst[dst_indices] = src[pages, layer_id].reshape(-1, *src.shape[3:])
+        _by_page(dst, page_size).index_copy_(0, slots, src.select(1, layer_id).index_select(0, pages))
 
 
 def transfer_kv_all_layer_direct_lf_pf(
@@ -56,12 +55,17 @@ def transfer_kv_all_layer_direct_lf_pf(
     """All layers of device slots to host pages: `src_ptrs` holds every layer's K, then every layer's V;
     `dst_ptrs` is [K, V] of page_first_direct.
     """
-    pages = dst_indices.cpu()[::page_size] // page_size
-    src_indices = src_indices.cpu()
+    slots, pages = (indices.cpu()[::page_size] // page_size for indices in (src_indices, dst_indices))
     layers = len(src_ptrs) // len(dst_ptrs)
     for index, src in enumerate(src_ptrs):
-        host = dst_ptrs[index // layers]
-        host[pages, index % layers] = src[src_indices].reshape(len(pages), page_size, *src.shape[1:])
+        host = dst_ptrs[index // layers].select(1, index % layers)
+        host.index_copy_(0, pages, _by_page(src, page_size).index_select(0, slots))
+
+
+def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """A device tensor `[tokens, ...]` as `[pages, page_size, ...]`: whole pages are copied sooner."""
+    pages = len(layer) // page_size
+    return layer[: pages * page_size].view(pages, page_size, *layer.shape[1:])
 
 
 def transfer_kv_per_layer_ph_lf(

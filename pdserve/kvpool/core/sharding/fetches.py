@@ -36,8 +36,8 @@ from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.slot_table import COMMITTED, QUARANTINED, RESERVED
 
-FETCH_S: Final = 2.5
-"""How long a Get waits for other nodes."""
+HOP_S: Final = 1.5
+"""How much longer a Get waits for other nodes than for tiers: they load pages from theirs first."""
 SHUN_S: Final = 0.5
 MAX_VIEWS: Final = 4
 """That one search follows; a pool that changes faster causes misses."""
@@ -99,7 +99,7 @@ class Fetches:
 
     def begin(self, get: PendingGet, missing: Sequence[int], now_s: float, out: list[Action]) -> list[int]:
         """See `pending_gets.Source`."""
-        if get.session.peer or not get.session.reads or not self._ownership.has_others:
+        if get.session.peer or not self._ownership.has_others:
             return list(missing)
         request, left = get.request, list[int]()
         length_bytes = sum(request.segment_bytes)
@@ -125,7 +125,7 @@ class Fetches:
                 fetch.waiting.setdefault(get, []).append(index)
         self._send(batches, out)
         if len(left) < len(missing):
-            get.deadline_s = max(get.deadline_s, now_s + FETCH_S)
+            get.deadline_s += HOP_S
         return left
 
     def _fetch(

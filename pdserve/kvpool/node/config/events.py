@@ -16,34 +16,20 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 class EventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Events of stored and removed pages over ZeroMQ, for routers of other stacks."""
 
-    address: Annotated[
-        str,
-        Meta(
-            description="ZeroMQ address of the events, like `tcp://127.0.0.1:5557` or `ipc:///run/a/b`; "
-            "empty: no events. Whoever reaches it reads them, without a token."
-        ),
-    ] = ""
-    format: Annotated[
-        EventFormat,
-        Meta(
-            description="blocks: events of SGLang and vLLM; objects: those of Mooncake, which "
-            "Dynamo's KV router reads."
-        ),
-    ] = "blocks"
-    topic: Annotated[
-        str, Meta(max_length=256, description="Topic of each batch; llm-d wants `kv@POD@MODEL`.")
-    ] = ""
-    namespaces: Annotated[
-        list[str],
-        Meta(description="Namespaces whose pages are told; empty: all that have no tokens."),
-    ] = []
-    trusted_network: Annotated[
-        bool,
-        Meta(
-            description="Publish to other hosts. Everyone who reaches the ports learns which prompts "
-            "were served, if he guesses them."
-        ),
-    ] = False
+    address: str = ""
+    """ZeroMQ address of the events, like `tcp://127.0.0.1:5557` or `ipc:///run/a/b`; empty: no events.
+    Whoever reaches it reads them, without a token.
+    """
+    format: EventFormat = "blocks"
+    """blocks: events of SGLang and vLLM; objects: those of Mooncake, which Dynamo's KV router reads."""
+    topic: Annotated[str, Meta(max_length=256)] = ""
+    """Topic of each batch; llm-d wants `kv@POD@MODEL`."""
+    namespaces: list[str] = []
+    """Namespaces whose pages are told; empty: all that have no tokens."""
+    trusted_network: bool = False
+    """Publish to other hosts. Everyone who reaches the ports learns which prompts were served, if he guesses
+    them.
+    """
 
     def __post_init__(self) -> None:
         if self.address:

@@ -15,27 +15,19 @@ from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, given_
 class NamespaceDefaults(NamespaceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a namespace may do on each node, with its tokens as the file gives them."""
 
-    read_token: Annotated[
-        Secret, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
-    ] = Secret("")
-    write_token: Annotated[
-        Secret, Meta(description="Token required to write; it permits reading too. Empty: as read_token.")
-    ] = Secret("")
-    admin_token: Annotated[
-        Secret,
-        Meta(
-            description="Token required to clear, drop, replace or change the namespace. Empty: as "
-            "write_token."
-        ),
-    ] = Secret("")
+    read_token: Secret = Secret("")
+    """Token required to read: plain, or `sha256:` and its digest; empty: none."""
+    write_token: Secret = Secret("")
+    """Token required to write; it permits reading too. Empty: as read_token."""
+    admin_token: Secret = Secret("")
+    """Token required to clear, drop, replace or change the namespace. Empty: as write_token."""
 
 
 class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A namespace that the node makes at its start."""
 
-    name: Annotated[
-        str, Meta(min_length=1, max_length=512, description="Name of the namespace, as workers request it.")
-    ]
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Name of the namespace, as workers request it."""
 
 
 def settings_of(config: NamespaceDefaults) -> NamespaceSettings:

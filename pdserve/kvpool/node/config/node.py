@@ -28,28 +28,20 @@ from pdserve.sizes import Size, SizeOrAuto, parse_bytes
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data path to clients on other hosts."""
 
-    enabled: Annotated[bool, Meta(description="Offer UCX to clients that cannot map the arena.")] = True
-    trusted_network: Annotated[
-        bool,
-        Meta(
-            description="Offer UCX to clients on other hosts. Everyone who reaches UCX's ports can write "
-            "this process's memory, without any token."
-        ),
-    ] = False
-    devices: Annotated[
-        str,
-        Meta(
-            description="Network devices for UCX, like `eth1` or `mlx5_0:1`, with commas between them. "
-            "Empty: loopback unless the network is trusted, else all."
-        ),
-    ] = ""
-    port: Annotated[
-        int,
-        Meta(ge=0, le=65535, description="First of 64 ports for UCX, one per connection; 0: any free ports."),
-    ] = 0
-    options: Annotated[
-        dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES.")
-    ] = {}
+    enabled: bool = True
+    """Offer UCX to clients that cannot map the arena."""
+    trusted_network: bool = False
+    """Offer UCX to clients on other hosts. Everyone who reaches UCX's ports can write this process's memory,
+    without any token.
+    """
+    devices: str = ""
+    """Network devices for UCX, like `eth1` or `mlx5_0:1`, with commas between them. Empty: loopback unless
+    the network is trusted, else all.
+    """
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """First of 64 ports for UCX, one per connection; 0: any free ports."""
+    options: dict[str, str] = {}
+    """UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -61,173 +53,118 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TcpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data path to clients on other hosts where the network is not trusted, or has no UCX."""
 
-    enabled: Annotated[bool, Meta(description="Offer TCP to clients that cannot map the arena.")] = True
-    port: Annotated[
-        int,
-        Meta(ge=0, le=65535, description="Port for the data connections of all clients; 0: any free port."),
-    ] = 0
+    enabled: bool = True
+    """Offer TCP to clients that cannot map the arena."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port for the data connections of all clients; 0: any free port."""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A storage tier below memory."""
 
-    kind: Annotated[str, Meta(description="`ssd`, `object`, or another kind that is installed.")]
-    path: Annotated[
-        Path,
-        Meta(
-            description="Directory that only this tier of this node uses; of `object`, for pages on their "
-            "way to the bucket."
-        ),
-    ]
-    capacity_bytes: Annotated[
-        Size,
-        Meta(
-            gt=0,
-            description="Most space on the medium, like `200GiB`; of `object`, for all nodes together.",
-        ),
-    ]
-    write: Annotated[
-        Literal["cold", "all"],
-        Meta(
-            description="Pages written in the background. cold: pages that memory will evict soon, and in "
-            "lower tiers those that leave the tier above; all: every page, so that a reboot loses none, and "
-            "in lower tiers every page that the first one stores."
-        ),
-    ] = "cold"
-    threads: Annotated[int, Meta(ge=1, le=64, description="Number of reading threads.")] = 4
-    options: Annotated[
-        dict[str, str | int | float | bool],
-        Meta(
-            description="Options of the kind; of `ssd`: segment_bytes, direct, compression, keys; those "
-            "of `object`: docs/pool.md."
-        ),
-    ] = {}
+    kind: str
+    """`ssd`, `object`, or another kind that is installed."""
+    path: Path
+    """Directory that only this tier of this node uses; of `object`, for pages on their way to the bucket."""
+    capacity_bytes: Annotated[Size, Meta(gt=0)]
+    """Most space on the medium, like `200GiB`; of `object`, for all nodes together."""
+    write: Literal["cold", "all"] = "cold"
+    """Pages written in the background. cold: pages that memory will evict soon, and in lower tiers those that
+    leave the tier above; all: every page, so that a reboot loses none, and in lower tiers every page that the
+    first one stores.
+    """
+    threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Number of reading threads."""
+    options: dict[str, str | int | float | bool] = {}
+    """Options of the kind; of `ssd`: segment_bytes, direct, compression, keys; those of `object`:
+    docs/pool.md.
+    """
 
 
 class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool node: a host's share of the pool."""
 
-    name: Annotated[
-        str,
-        Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the node, unique."),
-    ] = "pool0"
-    listen: Annotated[
-        list[str],
-        Meta(min_length=1, description="Control addresses: `unix:/path` or `tcp:host:port`, any number."),
-    ] = msgspec.field(default_factory=lambda: ["tcp:127.0.0.1:7700"])
-    capacity_bytes: Annotated[
-        SizeOrAuto,
-        Meta(
-            description="Memory for pages, like `4GiB`; allocated at the start. `auto`: a "
-            "quarter of the memory of its host or container, at most three quarters of what `arena_dir` has "
-            "free, and at most 2 GiB on a host without a GPU; a node that starts again keeps its size."
-        ),
-    ] = 1 << 30
-    page_bytes: Annotated[
-        Size,
-        Meta(
-            description="Size of the pool's largest pages. The memory is divided into slabs of one size of "
-            "page each; slabs become so large that such pages leave at most 10 % of them unused. 0: unknown; "
-            "then slabs have 32 MiB, or a sixteenth of a smaller capacity, and no page may be larger."
-        ),
-    ] = 0
-    arena_dir: Annotated[
-        Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
-    ] = Path("/dev/shm/pdserve")
-    huge_pages: Annotated[
-        Literal["off", "advise", "2MiB", "1GiB"],
-        Meta(
-            description="Memory pages of the arena. `2MiB`, `1GiB`: huge pages of a mounted hugetlbfs; "
-            "`advise`: transparent huge pages in a tmpfs mounted with huge=advise."
-        ),
-    ] = "off"
-    huge_pages_dir: Annotated[
-        Path | None,
-        Meta(description="Directory in a hugetlbfs; none: the hugetlbfs mounted with this page size."),
-    ] = None
-    numa_node: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(description="NUMA node of the arena's memory; none: any."),
-    ] = None
-    keep: Annotated[bool, Meta(description="Keep the pages in memory at a clean stop.")] = True
-    fresh: Annotated[bool, Meta(description="Start empty even if there is an earlier arena.")] = False
-    lease_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Longest time that a reader may hold a page, and that a writer may take from "
-            "reserving one to committing it. After a crash, slots that were being written rest for so long.",
-        ),
-    ] = 30.0
-    max_connections: Annotated[
-        int, Meta(ge=1, description="Most open connections; with `admin_token` clients of one token get 3/4.")
-    ] = 1024
-    max_client_share: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="Most of the capacity that one connection may have reserved, and that it may have "
-            "pinned, as a share; beyond it, writes are refused and reads miss.",
-        ),
-    ] = 0.5
-    tiers: Annotated[
-        list[TierConfig], Meta(description="Storage below memory, the fastest first; empty: memory only.")
-    ] = []
-    promotion_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest wait of a read for pages that are loaded from a tier.")
-    ] = 1.0
-    ucx: Annotated[UcxConfig, Meta(description="The data path to other hosts.")] = UcxConfig()
-    tcp: Annotated[TcpConfig, Meta(description="The data path to other hosts without UCX.")] = TcpConfig()
-    cluster: Annotated[ClusterConfig, Meta(description="The other nodes.")] = ClusterConfig()
-    namespaces: Annotated[
-        list[NamespaceConfig],
-        Meta(description="Namespaces to make at the start; `pdserve pool ns` makes and changes them later."),
-    ] = []
-    namespace_defaults: Annotated[
-        NamespaceDefaults, Meta(description="For namespaces that workers make by opening them.")
-    ] = NamespaceDefaults()
-    admin_token: Annotated[
-        Secret,
-        Meta(
-            description="Token for operations on the node and on all namespaces: plain, or `sha256:` and "
-            "its digest; also from PDSERVE_POOL_ADMIN_TOKEN. Empty: none is needed, and no namespace can "
-            "have tokens."
-        ),
-    ] = Secret("")
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "pool0"
+    """Name of the node, unique."""
+    listen: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: ["tcp:127.0.0.1:7700"]
+    )
+    """Control addresses: `unix:/path` or `tcp:host:port`, any number."""
+    capacity_bytes: SizeOrAuto = 1 << 30
+    """Memory for pages, like `4GiB`; allocated at the start. `auto`: a quarter of the memory of its host or
+    container, at most three quarters of what `arena_dir` has free, and at most 2 GiB on a host without a GPU;
+    a node that starts again keeps its size.
+    """
+    page_bytes: Size = 0
+    """Size of the pool's largest pages. The memory is divided into slabs of one size of page each; slabs
+    become so large that such pages leave at most 10 % of them unused. 0: unknown; then slabs have 32 MiB, or
+    a sixteenth of a smaller capacity, and no page may be larger.
+    """
+    arena_dir: Path = Path("/dev/shm/pdserve")
+    """Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table."""
+    huge_pages: Literal["off", "advise", "2MiB", "1GiB"] = "off"
+    """Memory pages of the arena. `2MiB`, `1GiB`: huge pages of a mounted hugetlbfs; `advise`: transparent
+    huge pages in a tmpfs mounted with huge=advise.
+    """
+    huge_pages_dir: Path | None = None
+    """Directory in a hugetlbfs; none: the hugetlbfs mounted with this page size."""
+    numa_node: Annotated[int, Meta(ge=0)] | None = None
+    """NUMA node of the arena's memory; none: any."""
+    keep: bool = True
+    """Keep the pages in memory at a clean stop."""
+    fresh: bool = False
+    """Start empty even if there is an earlier arena."""
+    lease_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Longest time that a reader may hold a page, and that a writer may take from reserving one to committing
+    it. After a crash, slots that were being written rest for so long.
+    """
+    max_connections: Annotated[int, Meta(ge=1)] = 1024
+    """Most open connections; with `admin_token` clients of one token get 3/4."""
+    max_client_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Most of the capacity that one connection may have reserved, and that it may have pinned, as a share;
+    beyond it, writes are refused and reads miss.
+    """
+    tiers: list[TierConfig] = []
+    """Storage below memory, the fastest first; empty: memory only."""
+    promotion_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Longest wait of a read for pages that are loaded from a tier."""
+    ucx: UcxConfig = UcxConfig()
+    """The data path to other hosts."""
+    tcp: TcpConfig = TcpConfig()
+    """The data path to other hosts without UCX."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The other nodes."""
+    namespaces: list[NamespaceConfig] = []
+    """Namespaces to make at the start; `pdserve pool ns` makes and changes them later."""
+    namespace_defaults: NamespaceDefaults = NamespaceDefaults()
+    """For namespaces that workers make by opening them."""
+    admin_token: Secret = Secret("")
+    """Token for operations on the node and on all namespaces: plain, or `sha256:` and its digest; also from
+    PDSERVE_POOL_ADMIN_TOKEN. Empty: none is needed, and no namespace can have tokens.
+    """
 
-    insecure: Annotated[
-        bool,
-        Meta(
-            description="Serve other hosts without tokens: everyone who reaches a port of `listen` reads and "
-            "writes pages, or joins the pool."
-        ),
-    ] = False
-    tls: Annotated[
-        TlsConfig,
-        Meta(description="Certificates for connections by TCP. Nodes of one pool need `ca` for each other."),
-    ] = TlsConfig()
-    events: Annotated[
-        EventsConfig, Meta(description="Events of the node's pages, for routers of other stacks.")
-    ] = EventsConfig()
-    metrics: Annotated[
-        str, Meta(description="Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics.")
-    ] = ""
-    metrics_token: Annotated[
-        Secret,
-        Meta(
-            description="Token that the metrics ask for, as `Authorization: Bearer TOKEN`; also from "
-            "PDSERVE_METRICS_TOKEN. Empty: none is needed."
-        ),
-    ] = Secret("")
-    log_format: Annotated[
-        LogFormat, Meta(description="text: lines for people; json: one object per line with the same facts.")
-    ] = "text"
-    log_level: Annotated[LogLevel, Meta(description="Lowest level that is logged.")] = "info"
-    moving: Annotated[MovingConfig, Meta(description="Pages that change their owner.")] = MovingConfig()
-    stop_when_drained: Annotated[
-        bool, Meta(description="End the process as soon as `pdserve pool drain` has moved its pages away.")
-    ] = False
+    insecure: bool = False
+    """Serve other hosts without tokens: everyone who reaches a port of `listen` reads and writes pages, or
+    joins the pool.
+    """
+    tls: TlsConfig = TlsConfig()
+    """Certificates for connections by TCP. Nodes of one pool need `ca` for each other."""
+    events: EventsConfig = EventsConfig()
+    """Events of the node's pages, for routers of other stacks."""
+    metrics: str = ""
+    """Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics."""
+    metrics_token: Secret = Secret("")
+    """Token that the metrics ask for, as `Authorization: Bearer TOKEN`; also from PDSERVE_METRICS_TOKEN.
+    Empty: none is needed.
+    """
+    log_format: LogFormat = "text"
+    """text: lines for people; json: one object per line with the same facts."""
+    log_level: LogLevel = "info"
+    """Lowest level that is logged."""
+    moving: MovingConfig = MovingConfig()
+    """Pages that change their owner."""
+    stop_when_drained: bool = False
+    """End the process as soon as `pdserve pool drain` has moved its pages away."""
 
     def __post_init__(self) -> None:
         if self.metrics and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.metrics):

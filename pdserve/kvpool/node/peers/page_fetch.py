@@ -26,8 +26,9 @@ from pdserve.security.tls import Certificates
 logger = logging.getLogger(__name__)
 
 CONNECTIONS: Final = 4
-FETCH_TIMEOUT_S: Final = 2.0
-"""Of one request to another node, and more for a large batch. Who waits for it gives up a little later."""
+HOP_S: Final = 1.0
+"""How long one request to another node may take beyond `promotion_timeout_s`, and more for a large batch. Who
+waits for it gives up a little later."""
 SLOWEST_BYTES_S: Final = 20e6
 RESTARTING_PAUSE_S: Final = 0.02
 
@@ -87,8 +88,9 @@ class PageFetcher(PageMover):
         peer = self._peers.setdefault(fetch.node, _Peer())
         try:
             space = space_of(self._namespaces, fetch.namespace)
-            deadline_s = time.monotonic() + FETCH_TIMEOUT_S + count * fetch.length_bytes / SLOWEST_BYTES_S
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
+            timeout_s = self._config.promotion_timeout_s + HOP_S
+            deadline_s = time.monotonic() + timeout_s + count * fetch.length_bytes / SLOWEST_BYTES_S
+            async with asyncio.timeout(timeout_s):
                 await peer.free.acquire()
             try:
                 ends, checksums, ages_s = await self._read(peer, fetch, space, deadline_s)

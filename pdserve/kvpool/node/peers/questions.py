@@ -227,6 +227,8 @@ def _named(request: m.DropNamespace, request_id: int) -> m.Request:
 
 
 def _in_namespace(request: m.Clear | m.Discard | m.Erase, request_id: int, number: int) -> m.Request:
+    if isinstance(request, m.Erase):
+        return replace(request, id=request_id, namespace=number, away=None)
     return replace(request, id=request_id, namespace=number)
 
 

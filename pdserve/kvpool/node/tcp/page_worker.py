@@ -25,14 +25,12 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from pdserve.errors import PoolUnavailable
-from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferAction, TransferDone
 from pdserve.kvpool.node.inbox import Inbox
 from pdserve.kvpool.transports.tcp.stream import GREETED_TAG, Buffers, Incoming, Outgoing, PageStream
-
-Action: TypeAlias = StartSend | StartReceive | CancelTransfers
 
 LATE_TAGS: Final = 4096  # cancelled receives whose pages may still come, per connection
 UNTOLD: Final = 32  # ends of transfers that are reported together, while there is more to move
@@ -53,7 +51,7 @@ class PageWorker:
         self._arena = arena
         self._stall_timeout_s = stall_timeout_s
         self._tell = tell
-        self._inbox = Inbox[Action]()
+        self._inbox = Inbox[TransferAction]()
         self.give = self._inbox.give
         """Carry an action out; called by the loop's thread. False: the worker has ended."""
         self.stop = self._inbox.stop

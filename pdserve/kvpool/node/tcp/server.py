@@ -1,7 +1,7 @@
 """The node's end of the TCP data path: carries out StartSend, StartReceive and CancelTransfers.
 
     node.py       open(connection) -> TcpInfo, sent in Welcome     close(connection) when control is gone
-                  perform(action)                                  on_done(TransferDone), on_lost(connection)
+                  perform(action)                                  on_done([...])  on_lost(connection)
 
 It offers what UcxServer offers. A client's pages go over a data connection of its own, beside its control
 connection, and a thread of the node moves them (`page_worker.py`). The event loop only decides, so it is not
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdserve.errors import PoolUnavailable
-from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.core.events import TransferAction, TransferDone, failures
 from pdserve.kvpool.node.tcp.listener import GREETING_TIMEOUT_S, DataListener
 from pdserve.kvpool.node.tcp.page_worker import PageWorker
 from pdserve.kvpool.protocol.messages import TcpInfo
@@ -52,7 +52,7 @@ class TcpServer:
     def __init__(
         self,
         arena: Bytes1D,
-        on_done: Callable[[TransferDone], None],
+        on_done: Callable[[list[TransferDone]], None],
         on_lost: Callable[[int, str], None],
         *,
         hosts: Sequence[str],
@@ -62,7 +62,7 @@ class TcpServer:
     ) -> None:
         """The arguments:
 
-        - `on_done`: called once per StartSend and StartReceive, from the loop and never within `perform`.
+        - `on_done`: told once of each StartSend and StartReceive, from the loop and never within `perform`.
         - `on_lost(connection, reason)`: the data connection ended; the control connection should be closed.
         - `hosts`, `port`: where to listen (port 0: any).
         - `tls`: called for each connection; pages are encrypted by it, if there is one.
@@ -128,15 +128,15 @@ class TcpServer:
         else:
             peer.worker.discard()
 
-    def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        """Carry out one action of NodeState."""
+    def perform(self, connection: int, actions: Sequence[TransferAction]) -> None:
+        """Carry out actions of NodeState for one connection."""
         assert self._loop is not None
-        peer = self._peers.get(action.connection)
+        peer = self._peers.get(connection)
         if peer is not None and not peer.claimed:
             self._lose(peer, "a transfer before the data connection came")
             peer = None
-        if (peer is None or not peer.worker.give(action)) and not isinstance(action, CancelTransfers):
-            self._loop.call_soon(self._on_done, TransferDone(action.connection, action.tag, False))
+        if peer is None or not peer.worker.give(*actions):
+            self._loop.call_soon(self._on_done, failures(actions))
 
     def _expire(self, ticket: bytes) -> None:
         with self._lock:
@@ -149,10 +149,6 @@ class TcpServer:
         self.close(peer.connection)
         assert self._loop is not None
         self._loop.call_soon(self._on_lost, peer.connection, reason)
-
-    def _reported(self, done: list[TransferDone]) -> None:
-        for one in done:
-            self._on_done(one)
 
     def _ended(self, peer: _Peer, reason: str) -> None:
         """The peer's thread ends: unless we closed it, the client is to connect again."""
@@ -179,7 +175,7 @@ class TcpServer:
             self._call(self._ended, peer, reason)
 
     def _tell(self, done: list[TransferDone]) -> None:
-        self._call(self._reported, done)
+        self._call(self._on_done, done)
 
     def _call(self, *call: object) -> None:
         assert self._loop is not None

@@ -1,7 +1,7 @@
 """The node's end of the UCX data path: carries out StartSend, StartReceive and CancelTransfers.
 
     node.py       open(connection) -> UcxInfo, sent in Welcome     close(connection) when control is gone
-                  perform(action)                                  on_done(TransferDone), on_lost(connection)
+                  perform(action)                                  on_done([...])  on_lost(connection)
 
 It offers what TcpServer offers. One thread drives UCX for all clients (`worker.py`), so the event loop is not
 slower for others while pages move.
@@ -19,12 +19,12 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
 from pdserve.errors import PdserveError, PoolUnavailable
-from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.core.events import TransferAction, TransferDone, failures
 from pdserve.kvpool.node.ucx.worker import UcxWorker
 from pdserve.kvpool.protocol.messages import UcxInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
@@ -42,7 +42,7 @@ class UcxServer:
     def __init__(
         self,
         arena: Bytes1D,
-        on_done: Callable[[TransferDone], None],
+        on_done: Callable[[list[TransferDone]], None],
         on_lost: Callable[[int, str], None],
         *,
         port: int = 0,
@@ -51,7 +51,7 @@ class UcxServer:
     ) -> None:
         """The arguments:
 
-        - `on_done`: called once per StartSend and StartReceive, from the loop and never within `perform`.
+        - `on_done`: told once of each StartSend and StartReceive, from the loop and never within `perform`.
         - `on_lost(connection, reason)`: the UCX connection failed; the control connection should be closed.
         - `port`: first of the ports to listen on (0: any).
         - `stall_timeout_s`: a send, or a cancelled receive, that takes longer ends its connection.
@@ -116,12 +116,11 @@ class UcxServer:
         if self._worker is not None:
             self._worker.give(partial(self._worker.close, connection))
 
-    def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        """Carry out one action of NodeState."""
+    def perform(self, connection: int, actions: Sequence[TransferAction]) -> None:
+        """Carry out actions of NodeState for one connection."""
         worker = self._worker
-        given = worker is not None and worker.give(partial(worker.perform, action))
-        if not given and not isinstance(action, CancelTransfers):
-            self._loop.call_soon(self._on_done, TransferDone(action.connection, action.tag, False))
+        if worker is None or not worker.give(*[partial(worker.perform, action) for action in actions]):
+            self._loop.call_soon(self._on_done, failures(actions))
 
     def stop(self) -> None:
         """End all connections. When it returns, nothing touches the arena any more. Idempotent."""
@@ -151,8 +150,8 @@ class UcxServer:
         populate_in_background(self._arena)
 
     def _reported(self, done: list[TransferDone], lost: list[tuple[int, str]]) -> None:
-        for one in done:
-            self._on_done(one)
+        if done:
+            self._on_done(done)
         for connection, reason in lost:
             self._on_lost(connection, reason)
 

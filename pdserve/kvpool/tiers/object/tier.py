@@ -90,28 +90,26 @@ MIN_SPOOL_SEGMENTS: Final = 2
 class ObjectOptions(CodecOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The object store tier's `options`."""
 
-    url: Annotated[
-        str, Meta(description="Bucket and prefix of the pool: `s3://`, `gs://`, `az://` or `file://`.")
-    ]
-    endpoint: Annotated[str, Meta(description="Address of the store, if not the cloud's own.")] = ""
-    region: Annotated[str, Meta(description="Region of an S3 bucket; empty: from AWS_REGION.")] = ""
-    anonymous: Annotated[bool, Meta(description="Send S3 requests unsigned, without credentials.")] = False
-    segment_bytes: Annotated[
-        int | str, Meta(description="Most bytes of one object; more than the largest page.")
-    ] = "64MiB"
-    spool_bytes: Annotated[
-        int | str, Meta(description="Most bytes on the local disk (`path`) that wait to be uploaded.")
-    ] = "1GiB"
-    flush_s: Annotated[
-        float, Meta(gt=0, description="Time after which a segment is uploaded that is not full.")
-    ] = 30.0
-    refresh_s: Annotated[
-        float, Meta(gt=0, description="Time between two listings, which find the segments of other nodes.")
-    ] = 30.0
-    read_timeout_s: Annotated[
-        float, Meta(gt=0, description="Deadline of a read; a retry begins before it only.")
-    ] = 5.0
-    timeout_s: Annotated[float, Meta(gt=0, description="The same for an upload or a listing.")] = 60.0
+    url: str
+    """Bucket and prefix of the pool: `s3://`, `gs://`, `az://` or `file://`."""
+    endpoint: str = ""
+    """Address of the store, if not the cloud's own."""
+    region: str = ""
+    """Region of an S3 bucket; empty: from AWS_REGION."""
+    anonymous: bool = False
+    """Send S3 requests unsigned, without credentials."""
+    segment_bytes: int | str = "64MiB"
+    """Most bytes of one object; more than the largest page."""
+    spool_bytes: int | str = "1GiB"
+    """Most bytes on the local disk (`path`) that wait to be uploaded."""
+    flush_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Time after which a segment is uploaded that is not full."""
+    refresh_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Time between two listings, which find the segments of other nodes."""
+    read_timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    """Deadline of a read; a retry begins before it only."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """The same for an upload or a listing."""
 
 
 class ObjectTier:

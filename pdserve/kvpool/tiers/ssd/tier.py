@@ -26,9 +26,7 @@ import stat
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final
-
-from msgspec import Meta
+from typing import Final
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.tiers.base import (
@@ -82,14 +80,12 @@ MIN_SEGMENTS: Final = 4  # least number of segments in the capacity
 class SegmentOptions(CodecOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The SSD tier's `options`."""
 
-    segment_bytes: Annotated[
-        int | str,
-        Meta(
-            description="Size of one segment file, more than the largest page: space is freed by whole "
-            "segments. 0: a 256th of the capacity, within reason."
-        ),
-    ] = 0
-    direct: Annotated[bool, Meta(description="Bypass the operating system's page cache.")] = True
+    segment_bytes: int | str = 0
+    """Size of one segment file, more than the largest page: space is freed by whole segments. 0: a 256th of
+    the capacity, within reason.
+    """
+    direct: bool = True
+    """Bypass the operating system's page cache."""
 
 
 class SegmentTier:

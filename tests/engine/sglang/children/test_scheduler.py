@@ -14,7 +14,6 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, Req
 from pdserve.engine.sglang.children.scheduler import (
     POOL_ROOM,
     PULL_ID,
-    Declined,
     earliest_stop,
     prompts_kept,
     pulls_ended,
@@ -114,26 +113,6 @@ def test_a_pull_whose_pages_wait_for_it_alone_is_let_through_to_the_device_if_al
     del scheduler.staged[whole.cache_request_handle]  # SGLang gave up to bring them to the device
     pulls_ended(Scheduler.events)(scheduler)
     assert scheduler.waiting_queue == [behind_others]
-
-
-# --- declined fetches
-
-
-def test_what_sglangs_counts_gain_is_added_by_reason() -> None:
-    counts = {"attempts": 9, "declined_rate_limited": 0, "declined_host_oversize": 0}
-    added: list[tuple[str, int]] = []
-    read = Declined(lambda reason, count: added.append((reason, count))).counted(lambda _: dict(counts))
-    assert read(None) == counts
-    assert added == [("others_under_way", 0), ("larger_than_host_memory", 0)]  # shown before the first
-    added.clear()
-    counts |= {"declined_rate_limited": 2, "declined_host_oversize": 1}
-    assert read(None) == read(None) == counts
-    assert added == [("others_under_way", 2), ("larger_than_host_memory", 1)]
-    counts["declined_rate_limited"] = 1  # SGLang started anew
-    read(None)
-    counts["declined_rate_limited"] = 3
-    read(None)
-    assert added[2:] == [("others_under_way", 2)]
 
 
 # --- embedding salts

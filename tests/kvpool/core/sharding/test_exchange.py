@@ -27,14 +27,16 @@ from pdserve.kvpool.core.events import (
     ViewChanged,
     WatchOwners,
 )
-from pdserve.kvpool.core.sharding.fetches import FETCH_S, SHUN_S
+from pdserve.kvpool.core.sharding.fetches import HOP_S, SHUN_S
 from pdserve.kvpool.core.sharding.forwards import FORWARD_S
+from pdserve.kvpool.core.tiering.tier_index import TieringLimits
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, statuses
 
 A = TypeVar("A")
 NODES = [m.NodeAddress(name, "") for name in ("n0", "n1", "n2")]
 ALL, PAIR = Ring(NODES, 5), Ring(NODES[:2], 4)
+FETCH_S = TieringLimits().promotion_timeout_s + HOP_S
 
 
 def of(owner: str, count: int, *, before: str = "") -> list[int]:
@@ -99,15 +101,10 @@ def test_pages_are_fetched_once_from_their_owners_for_all_who_ask() -> None:
     assert (counters["pages_fetched"], counters["fetches_missed"], counters["replicas"]) == (2, 1, 2)
 
 
-@pytest.mark.parametrize("asker", ["peer", "local", "none"])
-def test_for_other_nodes_and_for_those_who_only_hold_pages_nothing_is_fetched(asker: str) -> None:
+def test_for_nodes_nothing_is_fetched() -> None:
     node, _ = member()
-    connection = {
-        "peer": lambda: node.connect(peer=True),
-        "local": lambda: LOCAL,
-        "none": lambda: node.connect("none"),
-    }[asker]()
-    assert ask(node, connection, *of("n1", 1)) == []
+    for connection in (node.connect(peer=True), LOCAL):
+        assert ask(node, connection, *of("n1", 1)) == []
 
 
 def test_while_pages_move_the_owner_before_is_asked_next_and_a_new_view_begins_anew() -> None:
@@ -126,11 +123,15 @@ def test_while_pages_move_the_owner_before_is_asked_next_and_a_new_view_begins_a
     assert fetch.node in ("n1", "n2")
 
 
-def test_a_node_that_is_late_costs_one_deadline_and_its_page_is_kept_when_it_comes() -> None:
-    node, client = member()
+@pytest.mark.parametrize(
+    "tier_s", [TieringLimits().promotion_timeout_s, 10.0], ids=["fast tiers", "slow tiers"]
+)
+def test_a_node_that_is_late_costs_one_deadline_and_its_page_is_kept_when_it_comes(tier_s: float) -> None:
+    node, client = member(tiering=TieringLimits(promotion_timeout_s=tier_s))
     first, second = of("n1", 2)
     [fetch] = ask(node, client, first)
-    ended = node.pass_time(FETCH_S)
+    assert answers(node.pass_time(tier_s + HOP_S / 2), client) == []
+    ended = node.pass_time(HOP_S / 2)
     assert pins(ended, client) == [m.MISS]
     for page in (first, second):
         assert pins(node.send(client, m.Get(51, 1, [key(page)], [4 * KIB])), client) == [m.MISS]

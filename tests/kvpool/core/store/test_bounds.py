@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.kvpool.core.events import TransferDone
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import BUSY, FULL, GRANTED, HIT, MISS, PRESENT
 from tests.support.kvpool.node_model import KIB, Node, answers, key, opened, statuses
@@ -122,12 +121,12 @@ def test_ucx_messages_under_way_are_bounded_per_connection() -> None:
     grants = answers(node.send(c, request), c)[0].grants  # type: ignore[union-attr]
     assert statuses(grants) == [GRANTED, GRANTED, FULL]
     for grant in grants[:2]:
-        node.do(TransferDone(c, grant.tag, True))
+        node.done(c, grant.tag, True)
     node.send(c, m.Commit(2, [g.slot for g in grants[:2]], [g.sequence for g in grants[:2]], [0, 0]))
     get = m.Get(3, ns, [key(1), key(2), key(1)], [KIB, KIB])
     pins = answers(node.send(c, get), c)[0].pins  # type: ignore[union-attr]
     assert [pin.status for pin in pins] == [HIT, HIT, MISS]
-    node.do(TransferDone(c, pins[0].tag, True))
+    node.done(c, pins[0].tag, True)
     again = m.Get(4, ns, [key(1)], [KIB, KIB])
     assert answers(node.send(c, again), c)[0].pins[0].status == HIT  # type: ignore[union-attr]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.kvpool.core.events import LOCAL, Connected
 from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import GRANTED, MAX_PAGES
@@ -27,7 +28,8 @@ def pinned_at_the_head(policy: str, pages: int = PAGES, pinned: int = PINNED) ->
         keys = [key(n) for n in range(first, first + MAX_PAGES)]
         slots = store.take(store.index.namespace(ns), keys, 4 * KIB, 4 * KIB, out)
         store.commit(slots, [1] * len(slots), 0.0, out)
-    holder = node.connect("none")
+    holder = LOCAL  # whose gets are no reads
+    node.do(Connected(holder, "shm", "this node", 0, peer=True))
     for first in range(0, pinned, 100):
         assert [pin.status for pin in node.get(holder, ns, *range(first, first + 100))] == [m.HIT] * 100
     return node, node.connect(), holder, ns

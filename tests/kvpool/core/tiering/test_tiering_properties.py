@@ -13,7 +13,6 @@ from pdserve.kvpool.core.events import (
     Answer,
     PagesGone,
     StartSend,
-    TransferDone,
 )
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.protocol import messages as m
@@ -121,7 +120,7 @@ class Clients(RuleBasedStateMachine):
     @rule()
     def sent(self) -> None:
         if self.sends:
-            self.node.do(TransferDone(*self.sends.pop(0), True))
+            self.node.done(*self.sends.pop(0), True)
 
     @rule(tier=st.integers(0, 1), status=st.sampled_from([STORED] * 6 + [WRITE_FAILED, REFUSED]))
     def write(self, tier: int, status: int) -> None:

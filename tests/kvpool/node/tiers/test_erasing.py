@@ -129,11 +129,12 @@ def test_clients_go_on_with_a_tenant_whose_pages_were_deleted(searched: Searched
         assert pool.counters.failures == 0
 
 
-def test_a_node_that_was_away_erases_what_was_deleted_meanwhile(searched: Searched) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["a tenant", "single pages"])
+def test_a_node_that_was_away_erases_what_was_deleted_meanwhile(searched: Searched, whole: bool) -> None:
     searched.put()
-    away = searched.nodes[1]
+    away, wanted = searched.nodes[1], [key(n) for n in ACME]
     away.kill()
-    told = searched.ask(lambda pool: pool.erase_tenant("acme"))
+    told = searched.ask(lambda pool: pool.erase_tenant("acme") if whole else pool.erase(wanted, "acme"))
     assert any(isinstance(one, PoolError) and "node1" in str(one) for one in told.values()), told
     assert "arena" in searched.holding(ACME)
     away.start()

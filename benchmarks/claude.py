@@ -21,8 +21,18 @@ import typer
 from msgspec.structs import replace
 
 from benchmarks.lib.cluster import ExtraArgs, ModelOption, PoolCapacityOption, launched, settings_of
-from benchmarks.lib.report import FormatOption, OutOption, Output, Table, ms, say, script, times
-from benchmarks.multiturn import Seed, Silence
+from benchmarks.lib.report import (
+    FormatOption,
+    OutOption,
+    Output,
+    Seed,
+    Silence,
+    Table,
+    ms,
+    say,
+    script,
+    times,
+)
 from tests.support.agents import MESSAGES, claude_code
 from tests.support.processes import HarnessError
 
@@ -85,7 +95,7 @@ def main(
             )
             own.memory.mkdir()
             say(f"starting {against}, the line {line}")
-            urls[line] = stack.enter_context(launched(against, own))
+            urls[line] = stack.enter_context(launched(against, own)).url
         with httpx.Client(trust_env=False, timeout=silence) as http:
             for line, url in urls.items():  # the first requests of a process are slower
                 list(_conversation(http, url, line, -1, 2, _texts(seed, -1, rules, file)))

@@ -1,4 +1,4 @@
-"""`benchmarks.multiturn` against a real worker: what it counts is what SGLang says."""
+"""The benchmarks' client against a real worker: what it counts is what SGLang says."""
 
 from __future__ import annotations
 
