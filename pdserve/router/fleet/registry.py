@@ -163,7 +163,7 @@ class Models:
                 message = f"'model' is missing; this server serves {_names(served)}."
                 raise RequestError(400, message, param="model")
             return next(iter(served), ANY)
-        names = (name, base_of(name)) if is_named else (name,)
+        names = (name, base_of(name) or name) if is_named else (name,)
         for there in (served, known, (*self._wanted, self._default)):
             for one in names:
                 if one in there:

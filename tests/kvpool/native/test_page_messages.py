@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from pdserve.kvpool.native import build, page_messages
 from pdserve.kvpool.protocol.page_bytes import PageBuffers, checksum_page
 from pdserve.kvpool.transports.tcp.stream import HEADER, WITHDRAWN
+from tests.support.waiting import soon
 
 pytestmark = pytest.mark.skipif(build.compiled() is None, reason="not built")
 
@@ -38,10 +38,6 @@ class ends:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         for one in self.both:
             one.close()
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 def pages_of(count: int, cuts: list[int], seed: int = 0) -> list[PageBuffers]:
@@ -119,6 +115,8 @@ def test_a_silent_end_costs_the_deadline_and_an_end_that_is_gone_an_error(
             arguments = (theirs, memoryview(bytearray(HEADER.size)), 0, [4], room_for(1, [300]))
             with pytest.raises(TimeoutError):
                 page_messages.receive(*arguments, checksum=True, deadline_s=soon(0.02))
+            least_bytes = theirs.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+            assert least_bytes == 1, "whoever reads on is woken by any byte"
             ours.close()
             with pytest.raises(ConnectionError):
                 page_messages.receive(*arguments, checksum=True, deadline_s=soon())
