@@ -55,7 +55,7 @@ def with_workers(
     for tag, turn in more:
         first[tag] = min(turn, first.get(tag, turn))
     found = tuple(first.items())
-    if OTHERS in found or len(found) >= MAX_WORKERS:
+    if len(found) >= MAX_WORKERS:
         found = (*[one for one in found if one != OTHERS][: MAX_WORKERS - 1], OTHERS)
     return known if found == known else found
 
