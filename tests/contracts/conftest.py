@@ -12,15 +12,13 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from tests.support.certificates import Authority
 from tests.support.kvpool.pools import (
     KIB,
-    InprocPool,
-    Pool,
     ProcessPool,
     arena_dir,
     remove_arena,
     remove_arena_dir,
 )
 
-TRANSPORTS = ("inproc", "shm", "ucx", "tcp", "tcp-tls")
+TRANSPORTS = ("shm", "ucx", "tcp", "tcp-tls")
 _numbers = itertools.count()
 
 
@@ -31,12 +29,14 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pool]]:
+def make_pool(
+    transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., ProcessPool]]:
     """Start a node of 4 slabs of 4 MiB; `options` are those of PoolNodeConfig. Stopped after the module."""
-    pools: list[Pool] = []
+    pools: list[ProcessPool] = []
     configs: list[PoolNodeConfig] = []
 
-    def make(**options: Any) -> Pool:
+    def make(**options: Any) -> ProcessPool:
         defaults: dict[str, Any] = {
             "capacity_bytes": 16 * KIB * KIB,
             "page_bytes": 4 * KIB * KIB,
@@ -47,11 +47,8 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             defaults["tls"] = Authority(tmp_path_factory.mktemp("ca")).host(mutual=True)
         config = PoolNodeConfig(name=name, arena_dir=arena_dir(), **{**defaults, **options})
         configs.append(config)
-        if transport == "inproc":
-            pools.append(InprocPool(config))
-        else:
-            data_path: Any = transport.removesuffix("-tls")
-            pools.append(ProcessPool(config, tmp_path_factory.mktemp(name), data_path))
+        data_path: Any = transport.removesuffix("-tls")
+        pools.append(ProcessPool(config, tmp_path_factory.mktemp(name), data_path))
         return pools[-1]
 
     try:
@@ -60,14 +57,13 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             pool.close()
     finally:
         for pool in pools:
-            if isinstance(pool, ProcessPool):
-                pool.kill()
+            pool.kill()
         for config in configs:
             remove_arena(config)
         remove_arena_dir()
 
 
 @pytest.fixture(scope="module")
-def pool(make_pool: Callable[..., Pool]) -> Pool:
+def pool(make_pool: Callable[..., ProcessPool]) -> ProcessPool:
     """A node that many tests share: each takes a namespace of its own, and leaves the node alive."""
     return make_pool()

@@ -13,23 +13,13 @@ from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
 from pdserve.kvpool.transports.ucx_client import gathers
-from tests.support.kvpool.pools import KIB, Pool
-from tests.support.kvpool.raw_client import (
-    LAYOUTS,
-    PAGE_BYTES,
-    Client,
-    _ids,
-    client,
-    eventually,
-    keys,
-    pages_of,
-    same,
-    soon,
-)
+from tests.support.kvpool.pools import KIB, ProcessPool
+from tests.support.kvpool.raw_client import LAYOUTS, PAGE_BYTES, Client, _ids, client, keys, pages_of, same
+from tests.support.waiting import soon, until
 
 pytestmark = pytest.mark.long
 
-MakePool = Callable[..., Pool]
+MakePool = Callable[..., ProcessPool]
 LONG_BYTES = 16 * KIB * KIB
 HANGS_S = 30.0  # no bound of the product's: after it a test is taken to hang
 _names = itertools.count()
@@ -41,7 +31,7 @@ def name() -> str:
 
 
 @pytest.fixture(scope="module")
-def mortal_pool(make_pool: MakePool) -> Pool:
+def mortal_pool(make_pool: MakePool) -> ProcessPool:
     """A node of two slabs that tests may kill and start again."""
     return make_pool(capacity_bytes=8 * KIB * KIB)
 
@@ -52,7 +42,7 @@ def mortal_pool(make_pool: MakePool) -> Pool:
 @pytest.mark.parametrize("written", LAYOUTS, ids=len)
 @pytest.mark.parametrize("read", LAYOUTS, ids=len)
 def test_what_is_read_is_what_was_written_also_in_other_segments(
-    pool: Pool, name: str, written: list[int], read: list[int]
+    pool: ProcessPool, name: str, written: list[int], read: list[int]
 ) -> None:
     with client(pool, name, layout=written) as writer, client(pool, name, layout=read) as reader:
         names, pages = keys(3), pages_of(written, 3, seed=2)
@@ -64,7 +54,7 @@ def test_what_is_read_is_what_was_written_also_in_other_segments(
 
 
 @pytest.mark.parametrize("layout", [[1], [3, 5, 7], [4097, 1], [1 << 20, 300_001]], ids=str)
-def test_segments_of_any_length(pool: Pool, name: str, layout: list[int]) -> None:
+def test_segments_of_any_length(pool: ProcessPool, name: str, layout: list[int]) -> None:
     with client(pool, name, layout=layout) as c:
         names, pages = keys(3), pages_of(layout, 3, seed=3)
         c.put(names, pages)
@@ -73,7 +63,7 @@ def test_segments_of_any_length(pool: Pool, name: str, layout: list[int]) -> Non
         assert all(same(a, b) for a, b in zip(got, pages, strict=True))
 
 
-def test_uncommitted_pages_are_not_seen_and_committed_ones_at_once(pool: Pool, name: str) -> None:
+def test_uncommitted_pages_are_not_seen_and_committed_ones_at_once(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as writer, client(pool, name) as reader:
         names, pages = keys(2), pages_of(writer.layout, 2, seed=5)
         grants = writer.reserve(names)
@@ -86,7 +76,7 @@ def test_uncommitted_pages_are_not_seen_and_committed_ones_at_once(pool: Pool, n
         writer.abort(grants[1:])
 
 
-def test_concurrent_writers_and_readers_never_mix_pages_up(pool: Pool, name: str) -> None:
+def test_concurrent_writers_and_readers_never_mix_pages_up(pool: ProcessPool, name: str) -> None:
     names, pages = keys(24), pages_of(LAYOUTS[1], 24, seed=8)
     failures: list[str] = []
 
@@ -121,7 +111,7 @@ def test_concurrent_writers_and_readers_never_mix_pages_up(pool: Pool, name: str
 # --- checksums
 
 
-def test_a_flipped_bit_is_found_and_discarding_the_page_makes_it_a_miss(pool: Pool, name: str) -> None:
+def test_a_flipped_bit_is_found_and_discarding_the_page_makes_it_a_miss(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as c:
         names = keys(2)
         grants = c.put(names, pages_of(c.layout, 2, seed=9))
@@ -132,7 +122,7 @@ def test_a_flipped_bit_is_found_and_discarding_the_page_makes_it_a_miss(pool: Po
         assert c.get(names)[0] == [-1, OK]
 
 
-def test_with_checksums_off_nothing_is_computed_or_checked(pool: Pool, name: str) -> None:
+def test_with_checksums_off_nothing_is_computed_or_checked(pool: ProcessPool, name: str) -> None:
     with client(pool, name, checksum=False) as off, client(pool, name) as on:
         unchecked, checked = keys(1), keys(1)
         grants = off.reserve(unchecked)
@@ -167,8 +157,8 @@ def test_a_page_whose_lease_ended_during_the_read_is_lost_and_never_wrong(
             writer.commit(granted, checksums)
             return writer.exists(names) == [0]
 
-        eventually(evicted, "the page outlived its lease")
-        eventually(lambda: reader_slot_reused(writer, pin), "the slot was not used again")
+        until(evicted, "the page outlived its lease")
+        until(lambda: reader_slot_reused(writer, pin), "the slot was not used again")
         target = pages_of(layout, 1)
         if transport in ("ucx", "tcp", "tcp-tls"):  # the node cancelled its send
             with pytest.raises(PoolUnavailable):
@@ -184,7 +174,7 @@ def reader_slot_reused(writer: Client, pin: m.Pin) -> bool:
 
 
 def test_a_page_that_was_not_written_shows_nothing_of_another_namespace(
-    mortal_pool: Pool, transport: str, name: str
+    mortal_pool: ProcessPool, transport: str, name: str
 ) -> None:
     if transport.startswith("tcp"):
         pytest.skip("over TCP a page that is not whole is never committed: tests/kvpool/node/tcp")
@@ -223,13 +213,13 @@ def write_one_byte_at_most(writer: Client, grants: list[m.Grant]) -> None:
         link.progress()
 
 
-def test_what_a_lost_writer_reserved_is_reclaimed(pool: Pool, name: str) -> None:
+def test_what_a_lost_writer_reserved_is_reclaimed(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as other:
         names = keys(3)
         with client(pool, name) as dying:
             dying.connection.write_pages(dying.reserve(names), pages_of(dying.layout, 3, seed=16), soon())
             dying.pin(keys(1))
-        eventually(
+        until(
             lambda: other.status().reserved_bytes + other.status().quarantined_bytes == 0,
             "bytes of a lost writer stay reserved",
         )
@@ -246,7 +236,7 @@ def test_an_overdue_reservation_can_never_be_committed(make_pool: MakePool, name
         def free_again() -> bool:
             return [grant.status for grant in other.reserve(names)] == [m.GRANTED]
 
-        eventually(free_again, "the key stays busy after its reservation's lease")
+        until(free_again, "the key stays busy after its reservation's lease")
         try:
             slow.connection.write_pages(grants, pages_of(slow.layout, 1, seed=18), soon(2))
             assert slow.commit(grants, [1]) == [0]
@@ -258,7 +248,7 @@ def test_an_overdue_reservation_can_never_be_committed(make_pool: MakePool, name
 # --- waiting
 
 
-def test_wait_wakes_when_the_last_page_is_committed(pool: Pool, name: str) -> None:
+def test_wait_wakes_when_the_last_page_is_committed(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as writer, client(pool, name) as waiting:
         names, pages = keys(2), pages_of(writer.layout, 2, seed=19)
         writer.put(names[:1], pages[:1])
@@ -270,7 +260,7 @@ def test_wait_wakes_when_the_last_page_is_committed(pool: Pool, name: str) -> No
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(lambda: writer.status().waiters == 1, "the wait did not arrive")
+        until(lambda: writer.status().waiters == 1, "the wait did not arrive")
         writer.put(names[1:], pages[1:])
         thread.join(HANGS_S)
         assert masks == [b"\1\1"]
@@ -280,7 +270,7 @@ def test_wait_wakes_when_the_last_page_is_committed(pool: Pool, name: str) -> No
 # --- nodes that stop, die, come back
 
 
-def test_deadlines_hold_while_the_node_is_paused(pool: Pool, name: str) -> None:
+def test_deadlines_hold_while_the_node_is_paused(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as a, client(pool, name) as b:
         names = keys(1)
         a.put(names, pages_of(a.layout, 1, seed=22))
@@ -302,7 +292,7 @@ def test_deadlines_hold_while_the_node_is_paused(pool: Pool, name: str) -> None:
         assert c.get(names)[0] == [OK]
 
 
-def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: Pool, name: str) -> None:
+def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: ProcessPool, name: str) -> None:
     with client(mortal_pool, name) as c, client(mortal_pool, name) as waiting:
         names, pages = keys(8), pages_of(c.layout, 8, seed=23)
         c.put(names, pages)
@@ -318,7 +308,7 @@ def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: Pool, 
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(lambda: c.status().waiters == 1, "the wait did not arrive")
+        until(lambda: c.status().waiters == 1, "the wait did not arrive")
         mortal_pool.kill()
         thread.join(HANGS_S)
         assert [type(error) for error in errors] == [PoolUnavailable]
@@ -339,8 +329,8 @@ def test_a_node_that_dies_is_unavailable_and_keeps_its_pages(mortal_pool: Pool, 
         assert total == status.capacity_bytes
 
 
-def test_nothing_is_left_behind(pool: Pool, name: str) -> None:
+def test_nothing_is_left_behind(pool: ProcessPool, name: str) -> None:
     with client(pool, name) as c:
-        eventually(lambda: c.status().connections == 1, "connections of closed clients")
+        until(lambda: c.status().connections == 1, "connections of closed clients")
         status = c.status()
         assert (status.pins, status.waiters, status.reserved_bytes, status.quarantined_bytes) == (0, 0, 0, 0)

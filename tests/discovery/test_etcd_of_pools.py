@@ -21,8 +21,9 @@ from pdserve.kvpool.node.peers.joining import Before
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from tests.support.certificates import certificate as self_signed
 from tests.support.etcd_server import EtcdServer, in_etcd, settings
-from tests.support.kvpool.clustered import config_of, ring, running, until
+from tests.support.kvpool.clustered import config_of, ring, running
 from tests.support.relays import relays
+from tests.support.waiting import until_in_loop
 
 
 def names(etcd: EtcdServer) -> list[str] | None:
@@ -50,12 +51,12 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
                 running(tmp_path, "b", **where) as b,
                 running(tmp_path, "c", **where) as c,
             ):
-                await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
-                await until(lambda: names(etcd) == ["a", "b", "c"])
+                await until_in_loop(lambda: ring(a) == ring(b) == ring(c) == "abc")
+                await until_in_loop(lambda: names(etcd) == ["a", "b", "c"])
                 [found, *_] = discover(settings(etcd), "pool")
                 assert found == EtcdMember("a", a.config.address, 1)
                 assert discover(settings(etcd), "other") == []
-            await until(lambda: names(etcd) == ["a"])
+            await until_in_loop(lambda: names(etcd) == ["a"])
 
     asyncio.run(run())
     assert names(etcd) == []
@@ -72,7 +73,7 @@ def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
         own = EtcdMember("a", "tcp:a:7700")
         membership = EtcdMembership(settings(etcd), "pool", own, lambda _: None)
         following = asyncio.create_task(membership.run())
-        await until(lambda: names(etcd) == ["a"])
+        await until_in_loop(lambda: names(etcd) == ["a"])
         following.cancel()
         await membership.close(keeps_key=keeps_key)
 
@@ -93,7 +94,7 @@ def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(
                 a = PoolNode(config_of(tmp_path, "a", cluster=cluster))
                 a.gossip.joining._before = Before(ACTIVE, [b.config.address])
                 serving = asyncio.ensure_future(a.serve())
-                await until(lambda: ring(a) == ring(b) == "ab")
+                await until_in_loop(lambda: ring(a) == ring(b) == "ab")
                 a.stop()
                 await serving
 
@@ -104,16 +105,16 @@ async def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
     tmp_path: Path, etcd: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
-        await until(lambda: ring(a) == ring(b) == "ab")
+        await until_in_loop(lambda: ring(a) == ring(b) == "ab")
         etcd.kill()
         async with running(tmp_path, "c", **in_etcd(etcd)) as c:  # it knows of nobody
-            await until(lambda: all(f"node {one}: going on" in caplog.text for one in "abc"))
+            await until_in_loop(lambda: all(f"node {one}: going on" in caplog.text for one in "abc"))
             assert ring(a) == ring(b) == "ab"
             assert ring(c) == "c"
             etcd.wipe()
             await asyncio.to_thread(etcd.start)
-            await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
-            await until(lambda: names(etcd) == ["a", "b", "c"])
+            await until_in_loop(lambda: ring(a) == ring(b) == ring(c) == "abc")
+            await until_in_loop(lambda: names(etcd) == ["a", "b", "c"])
 
 
 async def test_an_etcd_that_hangs_keeps_nobody_waiting(
@@ -122,14 +123,14 @@ async def test_an_etcd_that_hangs_keeps_nobody_waiting(
     monkeypatch.setattr(discovery, "TIMEOUT_S", 0.5)
     options = in_etcd(etcd)
     async with running(tmp_path, "a", **options) as a:
-        await until(lambda: names(etcd) == ["a"])
+        await until_in_loop(lambda: names(etcd) == ["a"])
         etcd.pause()
         with pytest.raises(PoolUnavailable, match="cannot be asked"):
             await asyncio.to_thread(discover, settings(etcd), "pool")
         async with running(tmp_path, "b", peers="a", **options) as b:
-            await until(lambda: ring(a) == "ab" == ring(b))
+            await until_in_loop(lambda: ring(a) == "ab" == ring(b))
         etcd.resume()
-        await until(lambda: names(etcd) == ["a"])
+        await until_in_loop(lambda: names(etcd) == ["a"])
 
 
 @pytest.fixture
@@ -174,13 +175,13 @@ def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Pa
             cluster = {"cluster": {"etcd": good}}
             async with running(tmp_path, "a", **cluster) as a:
                 async with running(tmp_path, "b", **cluster) as b:
-                    await until(lambda: ring(a) == ring(b) == "ab")
-                    await until(lambda: found_by(good) == ["a", "b"])
+                    await until_in_loop(lambda: ring(a) == ring(b) == "ab")
+                    await until_in_loop(lambda: found_by(good) == ["a", "b"])
                     membership = a.gossip.joining.etcd
                     assert membership is not None
                     membership.client.token = "one.that.ended"
                     assert [node.node for node in await membership.nodes()] == ["a", "b"]
-                await until(lambda: found_by(good) == ["a"])
+                await until_in_loop(lambda: found_by(good) == ["a"])
 
         asyncio.run(run())
     finally:
@@ -200,15 +201,15 @@ def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: 
         async def run() -> None:
             cluster = {"cluster": {"etcd": good}}
             async with running(tmp_path, "a", **cluster) as a:
-                await until(lambda: found_by(good) == ["a"])
+                await until_in_loop(lambda: found_by(good) == ["a"])
                 membership = a.gossip.joining.etcd
                 assert membership is not None
                 server.post("auth/user/add", {"name": "somebody", "password": "x"}, root)
                 assert [node.node for node in await membership.nodes()] == ["a"]
                 server.post("auth/user/delete", {"name": "somebody"}, root_again())
                 async with running(tmp_path, "b", **cluster) as b:
-                    await until(lambda: ring(a) == ring(b) == "ab")
-                    await until(lambda: found_by(good) == ["a", "b"])
+                    await until_in_loop(lambda: ring(a) == ring(b) == "ab")
+                    await until_in_loop(lambda: found_by(good) == ["a", "b"])
 
         def root_again() -> str:
             return str(server.post("auth/authenticate", {"name": "root", "password": "secret"})["token"])
@@ -234,7 +235,7 @@ async def test_a_slash_at_the_end_of_an_endpoint_and_one_that_sends_elsewhere_do
     proxy = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     two = msgspec.structs.replace(settings(etcd), endpoints=[proxy, etcd.url + "/"])
     async with running(tmp_path, "a", cluster={"etcd": two}):
-        await until(lambda: names(etcd) == ["a"])
+        await until_in_loop(lambda: names(etcd) == ["a"])
         assert await asyncio.to_thread(found_by, two) == ["a"]
     server.close()
 
@@ -250,12 +251,12 @@ async def test_the_watch_leaves_an_endpoint_that_hangs(
         member = EtcdMembership(two, "pool", own, lambda nodes: found.append([node.node for node in nodes]))
         running = asyncio.create_task(member.run())
         try:
-            await until(lambda: found[-1] == ["a"])
+            await until_in_loop(lambda: found[-1] == ["a"])
             await asyncio.to_thread(etcd.put, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
-            await until(lambda: found[-1] == ["a", "y"])
+            await until_in_loop(lambda: found[-1] == ["a", "y"])
             relay.set_mode("silence")
             await asyncio.to_thread(etcd.put, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
-            await until(lambda: found[-1] == ["a", "y", "z"])
+            await until_in_loop(lambda: found[-1] == ["a", "y", "z"])
         finally:
             running.cancel()
             await member.close()
@@ -271,11 +272,11 @@ async def test_what_others_wrote_there_is_passed_over_and_writes_no_lines_of_its
     etcd.put("/pdserve/pool/nodesandmore", '{"address": "tcp:127.0.0.1:2"}')
     assert names(etcd) == ["z"]
     async with running(tmp_path, "a", **in_etcd(etcd)) as a:
-        await until(lambda: names(etcd) == ["a", "z"])
+        await until_in_loop(lambda: names(etcd) == ["a", "z"])
         etcd.put("/pdserve/pool/nodes/w", "garbage")
         async with running(tmp_path, "b", **in_etcd(etcd)) as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
-            await until(lambda: caplog.text.count("that is no name of a member") >= 3)
+            await until_in_loop(lambda: ring(a) == ring(b) == "ab")
+            await until_in_loop(lambda: caplog.text.count("that is no name of a member") >= 3)
     assert all(record.getMessage().isprintable() for record in caplog.records if "etcd" in record.name)
 
 

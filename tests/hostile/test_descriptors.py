@@ -24,8 +24,9 @@ from pdserve.kvpool.transports import shm
 from pdserve.kvpool.transports.shm import host_id
 from pdserve.security.tokens import Secret
 from tests.support.kvpool.connectors import connect
-from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config, soon
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config
 from tests.support.kvpool.pools import ProcessPool
+from tests.support.waiting import soon
 
 KIB = 1024
 NOBODY = 65534

@@ -23,11 +23,11 @@ from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_fra
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, without_token
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.security.tokens import Secret
-from tests.support.kvpool.clients import until
 from tests.support.kvpool.connectors import connect
-from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config, soon
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config
 from tests.support.kvpool.pools import ProcessPool
 from tests.support.suite.extended import extended
+from tests.support.waiting import soon, until
 
 ADMIN_TOKEN = "the-token-of-this-pools-operator"
 MAX_CONNECTIONS = 32

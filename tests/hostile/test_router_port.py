@@ -22,8 +22,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.kvpool.nodes import soon
 from tests.support.suite.extended import examples
+from tests.support.waiting import soon
 
 EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", examples(250)))
 pytestmark = [pytest.mark.timeout(60 + EXAMPLES)]

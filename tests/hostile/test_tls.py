@@ -19,10 +19,11 @@ from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
-from tests.support.kvpool.clustered import ring, running, until
+from tests.support.kvpool.clustered import ring, running
 from tests.support.kvpool.connectors import connect
-from tests.support.kvpool.nodes import get, keys, open_namespace, page_of, put, soon
+from tests.support.kvpool.nodes import get, keys, open_namespace, page_of, put
 from tests.support.processes import free_ports
+from tests.support.waiting import soon, until_in_loop
 
 LOOP = "127.0.0.1"
 TOKEN = "a-token-that-must-not-be-seen-by-others"
@@ -68,7 +69,7 @@ async def test_nodes_find_each_other_and_move_pages_by_tls_only(tmp_path: Path, 
     async with secured(tmp_path, "a", files) as a:
         peers = {"cluster": {"peers": [a.config.address]}}
         async with secured(tmp_path, "b", files, **peers) as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
+            await until_in_loop(lambda: ring(a) == ring(b) == "ab")
             async with secured(tmp_path, "c", TlsConfig(), **peers) as c:
                 await asyncio.to_thread(move_pages, c.config.address, TlsConfig())
                 assert (ring(a), ring(b), ring(c)) == ("ab", "ab", "c"), "it goes on alone"
@@ -201,7 +202,7 @@ async def test_sockets_that_never_shake_hands_are_bounded_and_end(
                 await asyncio.sleep(0)
         await asyncio.to_thread(move_pages, node.config.address, authority.client())
         assert node.sockets <= 64 + 2, "as many as may be in their handshakes, and a client"
-        await until(lambda: node.sockets == 0)
+        await until_in_loop(lambda: node.sockets == 0)
         assert not node.all_connections.by_number
         for sock in strangers:
             sock.close()

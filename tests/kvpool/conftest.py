@@ -8,18 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.kvpool.clustered import Processes
+from pdserve.kvpool.protocol.messages import DataPathChoice
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start, StartProcess, small_config
 from tests.support.kvpool.pools import ProcessPool, remove_arena, remove_arena_dir
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.close()
-    remove_arena_dir()
 
 
 @pytest.fixture
@@ -40,11 +32,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def start_process(tmp_path: Path) -> Iterator[StartProcess]:
-    """Start a node process with these options over small ones; killed after the test."""
+    """Start a node process with these options over small ones, and this data path; killed after the test."""
     pools: list[ProcessPool] = []
 
-    def make(**options: Any) -> ProcessPool:
-        pools.append(ProcessPool(small_config(**options), tmp_path, "shm"))
+    def make(data_path: DataPathChoice = "shm", **options: Any) -> ProcessPool:
+        pools.append(ProcessPool(small_config(**options), tmp_path, data_path))
         return pools[-1]
 
     yield make

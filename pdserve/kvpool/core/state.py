@@ -150,11 +150,18 @@ class NodeState:
         self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         self._erasures = Erasures(name, store, self._durable)
-        sizes, acts = (
-            (store.slots.capacity_bytes, store.slots.slab_bytes),
-            (self._gone, self._void, self._changed),
+        slots = store.slots
+        self.administration = Administration(
+            name,
+            slots.capacity_bytes,
+            slots.slab_bytes,
+            self.namespaces,
+            rules,
+            self._gone,
+            self._void,
+            self._changed,
+            started_ms,
         )
-        self.administration = Administration(name, *sizes, self.namespaces, rules, *acts, started_ms)
 
     @property
     def unchanged(self) -> bool:

@@ -21,8 +21,8 @@ from tests.support.integrations.lmcache import (
     layout,
     memory_object,
 )
-from tests.support.kvpool.clients import until
 from tests.support.kvpool.local_node import LocalNode
+from tests.support.waiting import until
 
 real_only = pytest.mark.skipif(not IS_REAL, reason="LMCache is missing (docs/other-engines.md)")
 

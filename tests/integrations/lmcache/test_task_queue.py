@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.integrations.lmcache import task_queue
 from pdserve.integrations.lmcache.task_queue import TaskQueue
-from tests.support.kvpool.clients import until
+from tests.support.waiting import until
 
 
 class Clock:

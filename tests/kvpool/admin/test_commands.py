@@ -19,8 +19,9 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, Member, Upgrade
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.local_node import LocalNode
-from tests.support.kvpool.nodes import Start, keys, open_namespace, put, soon
+from tests.support.kvpool.nodes import Start, keys, open_namespace, put
 from tests.support.kvpool.scripted_node import TOKEN, ScriptedNode
+from tests.support.waiting import soon
 
 
 class Nodes(list[LocalNode]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,18 +15,15 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.security.tokens import digest
 from tests.support.command import Done, pdserve_here
-from tests.support.kvpool.clustered import HANGS_S, QUIET, Locals
+from tests.support.kvpool.clustered import QUIET, Pool
 from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.faulty import get, keys, put
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start
 from tests.support.kvpool.pools import ProcessPool, arena_dir
+from tests.support.waiting import soon, until
 
 ROOT, NEW = "root-token", "the-new-token-to-read"
-
-
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
 
 
 def client(pool: ProcessPool | LocalNode, namespace: str, token: str = "", **options: object) -> PoolClient:
@@ -57,8 +53,8 @@ def guarded(start: Start) -> LocalNode:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Locals]:
-    made = Locals(tmp_path)
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path, LocalNode)
     yield made
     made.close()
     arena_dir().rmdir()
@@ -85,7 +81,7 @@ def test_each_token_opens_its_doors_and_a_reader_keeps_its_connection(guarded: L
         each.close()
 
 
-def test_after_a_drop_on_one_node_no_node_serves_the_namespace(pool: Locals) -> None:
+def test_after_a_drop_on_one_node_no_node_serves_the_namespace(pool: Pool) -> None:
     """The others are told at once: they would not ask by themselves within the test (R5)."""
     pool.start("a", **QUIET)  # first: nobody looks for it a second time
     pool.start("b", "c", **QUIET)
@@ -100,9 +96,7 @@ def test_after_a_drop_on_one_node_no_node_serves_the_namespace(pool: Locals) -> 
     readers = {name: open_on(node, "shared") for name, node in pool.nodes.items()}
     channel = ControlChannel.connect(pool.nodes["a"].address, make_hello("x", "", "none"), soon())
     assert isinstance(channel.call(m.DropNamespace(1, "shared"), soon()), m.Done)
-    deadline = soon(HANGS_S)
-    while any(present(*reader, some) for reader in readers.values()):
-        assert time.monotonic() < deadline
+    until(lambda: not any(present(*reader, some) for reader in readers.values()))
     assert [fetch_status(node.address, soon()).pages for node in pool.nodes.values()] == [0, 0, 0]
     assert not any(get(worker, some))
     worker.close()
@@ -123,7 +117,7 @@ def present(channel: ControlChannel, namespace: int, some: list[bytes]) -> int:
     return sum(reply.mask) if isinstance(reply, m.Present) else 0
 
 
-def test_a_node_that_was_away_when_a_namespace_was_dropped_does_not_serve_it(pool: Locals) -> None:
+def test_a_node_that_was_away_when_a_namespace_was_dropped_does_not_serve_it(pool: Pool) -> None:
     pool.start("a", "b")
     pool.until("ab")
     worker = client(pool.nodes["a"], "shared")
@@ -137,13 +131,11 @@ def test_a_node_that_was_away_when_a_namespace_was_dropped_does_not_serve_it(poo
     assert "node b does not know it yet" in dropped.stderr
     away.restart()
     reader = open_on(away, "shared")
-    deadline = soon(HANGS_S)
-    while present(*reader, some):
-        assert time.monotonic() < deadline
+    until(lambda: not present(*reader, some))
     reader[0].close()
 
 
-def test_a_replacement_tells_workers_of_the_old_revision_what_replaced_it(pool: Locals) -> None:
+def test_a_replacement_tells_workers_of_the_old_revision_what_replaced_it(pool: Pool) -> None:
     pool.start("a", "b")
     pool.until("ab")
     a, b = pool.nodes["a"].address, pool.nodes["b"].address

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import select
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PoolError, PoolRestarting
+from pdserve.errors import PoolError, PoolRefused, PoolRestarting, PoolUnavailable
+from pdserve.kvpool.client import async_client
 from pdserve.kvpool.client.async_client import AsyncPoolClient
-from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
-from tests.support.kvpool.clients import SOON_S, config_of, doors_of
+from tests.support.kvpool.clients import config_of, doors_of
 from tests.support.kvpool.door import UPGRADING, Door, Manner
 from tests.support.kvpool.faulty import key
-from tests.support.kvpool.faulty import put as put_pages
-from tests.support.kvpool.inproc import InprocConnector
+from tests.support.waiting import SOON_S, until_in_loop
 
 pytestmark = pytest.mark.timeout(60)
 MAX_WAITERS = 8
@@ -38,7 +38,7 @@ def door(tmp_path: Path) -> Iterator[Door]:
     [door] = doors_of(tmp_path, max_waiters=MAX_WAITERS)
     yield door
     door.close()
-    door.node.state.check()
+    door.node.check()
 
 
 @contextlib.contextmanager
@@ -53,32 +53,27 @@ def client_of(
 
 def put(door: Door, *numbers: int) -> None:
     """Commit pages in "ns", by the node's back door."""
-    config = PoolClientConfig(nodes=[PoolNodeRef(node=door.node.name, address=f"inproc:{door.node.name}")])
-    writer = PoolClient(config, "ns", {}, connector=InprocConnector([door.node]))
-    assert all(put_pages(writer, [key(n) for n in numbers]))
-    writer.close()
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    deadline_s = time.monotonic() + SOON_S
-    while True:
-        met = condition()
-        if met if isinstance(met, bool) else await met:
-            return
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.002)  # between looks
+    node, keys = door.node, [key(n) for n in numbers]
+    connection = node.connect("writer")
+    opened = node.call(connection, m.OpenNamespace(1, "ns", {}), math.inf)
+    assert isinstance(opened, m.Opened)
+    reserved = node.call(connection, m.Reserve(2, opened.namespace, keys, [4096]), math.inf)
+    assert isinstance(reserved, m.Reserved)
+    slots, sequences = zip(*((grant.slot, grant.sequence) for grant in reserved.grants), strict=True)
+    node.call(connection, m.Commit(3, list(slots), list(sequences), [1] * len(keys)), math.inf)
+    node.disconnect(connection)
 
 
 async def waiters(door: Door, count: int) -> None:
     """Until the node holds so many open waits."""
-    await until(lambda: door.node.state.status(0, 0.0).waiters >= count)
+    await until_in_loop(lambda: door.node.state.status(0, 0.0).waiters >= count)
 
 
 async def until_up(client: AsyncPoolClient) -> None:
     async def up() -> bool:
         return (await client.check())["n0"] is None
 
-    await until(up)
+    await until_in_loop(up)
 
 
 async def until_found(client: AsyncPoolClient) -> None:
@@ -87,7 +82,7 @@ async def until_found(client: AsyncPoolClient) -> None:
     async def found() -> bool:
         return all(await client.exists([key(1)]))
 
-    await until(found)
+    await until_in_loop(found)
 
 
 async def test_a_wait_is_woken_by_the_commit_of_its_last_page_or_ends_with_what_is_there(door: Door) -> None:
@@ -102,6 +97,25 @@ async def test_a_wait_is_woken_by_the_commit_of_its_last_page_or_ends_with_what_
         assert not waiting.done()
         await asyncio.to_thread(put, door, 2)
         assert await waiting == [True, True]
+
+
+async def test_a_wait_outlasts_its_slices(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_client, "WAIT_SLICE_S", 0.05)
+    with client_of(door) as client:
+        waiting = asyncio.create_task(client.wait([key(1), key(2)], SOON_S))
+        for _ in range(3):  # slices, each forgotten by the node
+            await waiters(door, 1)
+            await until_in_loop(lambda: door.node.held == (0, 0, 0))
+        await asyncio.to_thread(put, door, 1)
+        assert not waiting.done()
+        await asyncio.to_thread(put, door, 2)
+        assert await waiting == [True, True]
+
+
+async def test_check_says_which_node_refuses_and_why(door: Door) -> None:
+    with client_of(door, {"page_size": "64"}) as client, client_of(door, {"page_size": "32"}) as stranger:
+        assert await client.check() == {"n0": None}
+        assert isinstance((await stranger.check())["n0"], PoolRefused)
 
 
 async def test_more_waits_than_the_node_takes_are_all_answered(door: Door) -> None:
@@ -235,7 +249,7 @@ async def test_an_announced_restart_is_waited_for_also_by_waits_and_once_only(do
         door.manner = Manner.UPGRADES
         door.hang_up(UPGRADING)
         assert isinstance((await client.check())["n0"], PoolError)
-        await until(lambda: not client._doors.links["n0"].reachable)
+        await until_in_loop(lambda: not client._doors.links["n0"].reachable)
         door.manner = Manner.SERVES
         await until_up(client)
 
@@ -255,7 +269,7 @@ async def test_a_node_that_resets_a_new_connection_before_reading_is_asked_once_
     door.manner = Manner.RESETS
     with client_of(door) as client:
         asking = asyncio.create_task(client.exists([key(1)]))
-        await asyncio.sleep(0.01)  # until it was reset; should it not have been, the test passes all the same
+        await until_in_loop(lambda: door.reset > 0)
         door.manner = Manner.SERVES
         assert await asking == [True]
 
@@ -277,11 +291,20 @@ async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(do
         await control.call(m.Ping)
 
 
+async def test_a_request_between_the_end_of_the_socket_and_its_notice_is_unavailable(door: Door) -> None:
+    control = await AsyncControl.connect(door.address, make_hello("test", "", "none"))
+    control._writer.transport.abort()
+    await asyncio.sleep(0)  # the transport is closed now, and the reading task not yet awake
+    assert not control.broken
+    with pytest.raises(PoolUnavailable):
+        await control.call(m.Ping)
+
+
 class Rising(AsyncPoolClient):
     """A pool that brings up `at_once` pages between two questions, of those that it was asked for."""
 
     def __init__(self, in_tier: int, at_once: int) -> None:
-        super().__init__(PoolClientConfig(nodes=[PoolNodeRef(node="a", address="inproc:a")]), "ns", {})
+        super().__init__(PoolClientConfig(nodes=[PoolNodeRef(node="a", address="unix:/a")]), "ns", {})
         self.tier = dict.fromkeys([key(n) for n in range(in_tier)], "ssd")
         self.at_once = at_once
         self.asked: list[int] = []

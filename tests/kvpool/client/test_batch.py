@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +18,7 @@ from pdserve.kvpool.client.deadline import LEAST_BYTES, Deadline, Speed
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import MAX_KEYS, MAX_PAGES
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, get, keys, put
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(nodes=1) as pool:
-        yield pool
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -106,8 +100,7 @@ def test_what_a_node_gave_beside_a_refusal_is_given_back(monkeypatch: pytest.Mon
         pool.connector.answer = refuse
         assert get(client, keys(9)) == [False] * 9
         assert put(client, keys(9)) == [False] * 9
-        status = pool.nodes[0].state.status(0, 0.0)
-        assert (status.pins, status.reserved_bytes) == (0, 0)
+        until(lambda: pool.nodes[0].held == (0, 0, 0))
 
 
 @pytest.mark.usefixtures("short_chunks")

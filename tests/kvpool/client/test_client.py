@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.security.tokens import Secret
-from tests.support.kvpool.clients import SOON_S, until
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, get, key, keys, page_of, put
+from tests.support.waiting import SOON_S, until
 
 COUNT = 60
 
@@ -94,13 +95,13 @@ def test_another_node_is_asked_while_the_nearest_is_down_and_the_nearest_again_w
         pool.connector.before = lambda node, step: asked.append(node)
         assert put(client, keys(9)) == [True] * 9
         assert set(asked) == {"n0"}
-        pool.nodes[0].stop()
+        pool.doors[0].kill()
         assert client.exists(keys(9)) == [False] * 9  # the next node has no page yet
         asked.clear()
         assert put(client, keys(9)) == get(client, keys(9)) == [True] * 9
         assert set(asked) - {"n0"} == {"n1"}
         assert list(client.check().values()) == [None]
-        pool.nodes[0].restart()
+        pool.doors[0].restart()
         until(lambda: client.check().keys() == {"n0"})
         assert client.is_up
 
@@ -178,15 +179,15 @@ def test_pages_for_which_there_is_no_room_are_refused_and_counted() -> None:
 def test_a_page_that_another_client_is_writing_needs_no_second_write(pool: Pool) -> None:
     wanted = keys(1)
     [node] = pool.nodes
-    other = pool.connector.connect(f"inproc:{node.name}", time.monotonic() + 1)
-    opened = other.call(m.OpenNamespace(1, "ns", {}), time.monotonic() + 1)
+    other = node.connect("other")
+    opened = node.call(other, m.OpenNamespace(1, "ns", {}), math.inf)
     assert isinstance(opened, m.Opened)
-    other.call(m.Reserve(2, opened.namespace, wanted, [PAGE_BYTES]), time.monotonic() + 1)
+    node.call(other, m.Reserve(2, opened.namespace, wanted, [PAGE_BYTES]), math.inf)
     client = pool.client()
     assert put(client, wanted) == [True]
     assert client.counters.pages_present == 1
     assert client.exists(wanted) == [False]
-    other.close()
+    node.disconnect(other)
     assert put(client, wanted) == [True]
     assert client.exists(wanted) == [True]
 

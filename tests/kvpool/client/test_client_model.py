@@ -1,4 +1,4 @@
-"""Both clients over nodes that die, hang up, restart and are upgraded, against what they must answer then.
+"""Both clients over a node that dies, hangs up, restarts and is upgraded, against what they must answer then.
 
 A node that is healthy and that a client has reached since its last failure must answer exactly. A connection
 found closed is no failure, nor is an announced restart: neither may cost a page.
@@ -6,132 +6,147 @@ found closed is no failure, nor is an announced restart: neither may cost a page
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdserve.errors import PoolError
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol import messages as m
-from tests.support.kvpool.clients import SOON_S, Blocking, config_of, doors_of, until
-from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
+from tests.support.kvpool.clients import config_of, doors_of
+from tests.support.kvpool.door import UPGRADING, DoorConnector, Manner
 from tests.support.kvpool.faulty import empty_page, holds, keys, page_of
+from tests.support.waiting import SOON_S, until
 
 KEYS = keys(24)
-NODES = 1  # that the client asks
 PATIENT = {f"{what}_timeout_s": SOON_S for what in ("connect", "exists", "get", "put")}
 
-nodes = st.integers(0, NODES - 1)
 some_keys = st.lists(st.integers(0, len(KEYS) - 1), min_size=1, max_size=12, unique=True)
 which = st.sampled_from(["sync", "async"])
 
 
-class FaultyNodes(RuleBasedStateMachine):
-    """The model: which keys are stored, which nodes are healthy, and who has reached them since."""
+class Asking:
+    """The asyncio client, whose loop runs while it is asked."""
+
+    def __init__(self, config: PoolClientConfig) -> None:
+        self._runner = asyncio.Runner()
+        self._inner = self._runner.run(self._make(config))
+
+    async def _make(self, config: PoolClientConfig) -> AsyncPoolClient:
+        return AsyncPoolClient(config, "ns", {})
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._runner.run(self._inner.exists(keys))
+
+    def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        return self._runner.run(self._inner.wait(keys, timeout_s))
+
+    def check(self) -> dict[str, PoolError | None]:
+        return self._runner.run(self._inner.check())
+
+    def close(self) -> None:
+        self._runner.get_loop().call_soon(self._inner.close)
+        self._runner.close()
+
+
+class FaultyNode(RuleBasedStateMachine):
+    """The model: which keys are stored, whether the node is healthy, and who has reached it since."""
 
     @initialize()
     def start(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="pdserve-doors-"))
-        self.doors = doors_of(self.directory, NODES)
-        config = config_of(self.doors, restart_wait_s=SOON_S, **PATIENT)
-        connector = DoorConnector(self.doors)
-        self.sync = PoolClient(config, "ns", {}, connector=connector)
-        self.asking = Blocking(config, "ns", {})
+        [self.door] = doors_of(self.directory)
+        config = config_of([self.door], restart_wait_s=SOON_S, **PATIENT)
+        self.sync = PoolClient(config, "ns", {}, connector=DoorConnector([self.door]))
+        self.asking = Asking(config)
         self.clients = {"sync": self.sync, "async": self.asking}
         self.stored: set[int] = set()
-        self.dead: set[int] = set()
-        self.settled = {(kind, i) for kind in self.clients for i in range(NODES)}
+        self.is_dead = False
+        self.settled = set(self.clients)
 
     def teardown(self) -> None:
-        if not hasattr(self, "doors"):
+        if not hasattr(self, "door"):
             return
         for client in self.clients.values():
             client.close()
-        for door in self.doors:
-            door.close()
-            door.node.state.check()
+        self.door.close()
+        self.door.node.check()
         shutil.rmtree(self.directory)
-
-    def owner(self, number: int) -> int:
-        return 0
 
     def certain(self, kind: str, number: int) -> bool:
         """Whether the client's answer for the key can only be one."""
-        return number not in self.stored or (kind, self.owner(number)) in self.settled
-
-    def unsettle(self, i: int) -> None:
-        self.settled -= {("sync", i), ("async", i)}
+        return number not in self.stored or kind in self.settled
 
     # --- faults
 
-    @rule(i=nodes)
-    def hang_up(self, i: int) -> None:
-        self.doors[i].hang_up()
-
-    @rule(i=nodes)
-    @precondition(lambda self: not self.dead)
-    def kill(self, i: int) -> None:
-        self.doors[i].kill()
-        self.dead.add(i)
-        self.unsettle(i)
+    @rule()
+    def hang_up(self) -> None:
+        self.door.hang_up()
 
     @rule()
-    @precondition(lambda self: self.dead)
+    @precondition(lambda self: not self.is_dead)
+    def kill(self) -> None:
+        self.door.kill()
+        self.is_dead = True
+        self.settled.clear()
+
+    @rule()
+    @precondition(lambda self: self.is_dead)
     def restart_and_be_found_again(self) -> None:
-        for i in self.dead:
-            self.doors[i].restart()
-        self.dead.clear()
+        self.door.restart()
+        self.is_dead = False
         self.settle()
 
-    @rule(i=nodes)
-    @precondition(lambda self: not self.dead)
-    def killed_and_started_between_two_questions(self, i: int) -> None:
+    @rule()
+    @precondition(lambda self: not self.is_dead)
+    def killed_and_started_between_two_questions(self) -> None:
         """Its connections here are closed: no failure, and no page is missed."""
-        self.doors[i].kill()
-        self.doors[i].restart()
+        self.door.kill()
+        self.door.restart()
 
-    @rule(i=nodes)
-    @precondition(lambda self: not self.dead)
-    def drop_the_namespace(self, i: int) -> None:
-        door = self.doors[i]
-        connection = door.node.connect("admin")
-        door.node.call(connection, m.DropNamespace(1, "ns"), time.monotonic() + SOON_S)
-        door.node.disconnect(connection)
-        self.stored = {number for number in self.stored if self.owner(number) != i}
+    @rule()
+    @precondition(lambda self: not self.is_dead)
+    def drop_the_namespace(self) -> None:
+        node = self.door.node
+        connection = node.connect("admin")
+        node.call(connection, m.DropNamespace(1, "ns"), time.monotonic() + SOON_S)
+        node.disconnect(connection)
+        self.stored.clear()
         for kind, client in self.clients.items():
-            assert len(client.exists(KEYS)) == len(KEYS), kind  # refused by this node: it opens it again
-        self.unsettle(i)
+            assert len(client.exists(KEYS)) == len(KEYS), kind  # refused by the node: it opens it again
         self.settle()
 
-    @rule(i=nodes, numbers=some_keys, kind=which)
-    @precondition(lambda self: not self.dead)
-    def ask_while_the_node_is_upgraded(self, i: int, numbers: list[int], kind: str) -> None:
-        door = self.doors[i]
-        wanted = [(kind, number) for number in numbers if self.certain(kind, number)]
-        door.manner = Manner.UPGRADES
-        door.hang_up(UPGRADING)
+    @rule(numbers=some_keys, kind=which)
+    @precondition(lambda self: not self.is_dead)
+    def ask_while_the_node_is_upgraded(self, numbers: list[int], kind: str) -> None:
+        wanted = [number for number in numbers if self.certain(kind, number)]
+        self.door.manner = Manner.UPGRADES
+        self.door.hang_up(UPGRADING)
         found: list[list[bool]] = []
         asking = threading.Thread(
-            target=lambda: found.append(self.clients[kind].exists([KEYS[n] for _, n in wanted]))
+            target=lambda: found.append(self.clients[kind].exists([KEYS[n] for n in wanted]))
         )
         asking.start()
-        door.manner = Manner.SERVES
+        self.door.manner = Manner.SERVES
         asking.join(SOON_S)
-        assert found == [[n in self.stored for _, n in wanted]]
-        for other in self.clients:
-            self.settled.discard((other, i))
+        assert found == [[n in self.stored for n in wanted]]
         self.settle()
 
     def settle(self) -> None:
-        """Every client reaches every node again, by itself."""
-        for kind, client in self.clients.items():
+        """Every client reaches the node again, by itself."""
+        for client in self.clients.values():
             until(lambda client=client: not any(client.check().values()))  # type: ignore[misc]
-            self.settled |= {(kind, i) for i in range(NODES)}
+        self.settled = set(self.clients)
 
     # --- questions
 
@@ -153,7 +168,7 @@ class FaultyNodes(RuleBasedStateMachine):
     def put(self, numbers: list[int]) -> None:
         stored = self.sync.put([KEYS[n] for n in numbers], [page_of(KEYS[n]) for n in numbers])
         for number, done in zip(numbers, stored, strict=True):
-            assert done or ("sync", self.owner(number)) not in self.settled
+            assert done or "sync" not in self.settled
             if done:
                 self.stored.add(number)
 
@@ -167,15 +182,9 @@ class FaultyNodes(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_held(self) -> None:
-        for i, door in enumerate(getattr(self, "doors", [])):
-            if i not in self.dead:
-                until(lambda door=door: held(door) == (0, 0, 0))  # type: ignore[misc]
+        if hasattr(self, "door") and not self.is_dead:
+            until(lambda: self.door.node.held == (0, 0, 0))
 
 
-def held(door: Door) -> tuple[int, int, int]:
-    status = door.node.state.status(0, 0.0)
-    return status.pins, status.reserved_bytes, status.waiters
-
-
-TestClientsOfFaultyNodes = FaultyNodes.TestCase
-TestClientsOfFaultyNodes.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestClientsOfAFaultyNode = FaultyNode.TestCase
+TestClientsOfAFaultyNode.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

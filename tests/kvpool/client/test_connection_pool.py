@@ -25,7 +25,7 @@ from pdserve.errors import (
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.protocol import messages as m
-from tests.support.kvpool.clients import SOON_S, until
+from tests.support.waiting import SOON_S, until
 
 NEVER_S = 600.0
 

@@ -1,4 +1,4 @@
-"""Which of a pool's nodes a client speaks with."""
+"""Which of a pool's nodes a client speaks with, and what its configuration refuses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import socket
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.client.config import PoolNodeRef
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.client.doors import Doors, is_of_this_host, nearest_first
 from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.settings.config_file import build_config
 
 
 def names(*addresses: str) -> list[str]:
@@ -80,3 +81,8 @@ def test_a_configured_node_stays_before_those_that_are_as_near() -> None:
     with_own = Doors([PoolNodeRef(node="b", address="unix:/b")], Link)
     with_own.learn([NodeAddress(node=name, address=f"unix:/{name}") for name in "abc"])
     assert [link.ref.node for link in with_own] == ["b", "a", "c"]
+
+
+def test_a_certificate_without_an_authority_of_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tls\.ca is needed"):
+        build_config(PoolClientConfig, {"tls": {"certificate": "/c", "key": "/k"}}, source="f")

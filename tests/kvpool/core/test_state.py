@@ -7,7 +7,6 @@ import pytest
 from pdserve.kvpool.core.events import (
     Answer,
     AssignSlab,
-    CancelTransfers,
     Close,
     CommitRows,
     Connected,
@@ -20,7 +19,7 @@ from pdserve.kvpool.core.events import (
     TransfersDone,
 )
 from pdserve.kvpool.protocol import messages as m
-from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
+from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
 from tests.support.kvpool.profiled import calls_of
 
 HIT, MISS = m.HIT, m.MISS
@@ -76,16 +75,6 @@ def test_a_busy_class_grows_at_the_cost_of_an_idle_one() -> None:
     assert sum(node.exists(c, ns, *range(8))) < 8
 
 
-def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
-    node, c, ns = opened(slabs=2, slab_bytes=8 * KIB)
-    reader = node.connect()
-    node.put(c, ns, 1, 2, 3)
-    node.get(reader, ns, 1)
-    node.reserve(c, ns, 4)
-    assert statuses(node.reserve(c, ns, 9, length=8 * KIB)) == [FULL]
-    assert node.exists(c, ns, 1, 2, 3) == [1, 1, 1], "a slab with a held page was emptied"
-
-
 # --- leases
 
 
@@ -122,49 +111,41 @@ def test_an_endless_wait_ends() -> None:
     assert len(node.pass_time(601)) == 1
 
 
-# --- namespaces
+def test_keys_of_open_waits_are_bounded_by_connection_and_by_node() -> None:
+    node, first, namespace = opened(max_waited_keys=10)
+    next_key = iter(range(1000))
 
+    def wait(connection: int, keys: int) -> int:
+        """The request's id."""
+        request = m.Wait(node.next_id(), namespace, [key(next(next_key)) for _ in range(keys)], 5.0)
+        node.send(connection, request)
+        return request.id
 
-# --- UCX
+    def is_open(connection: int, request_id: int) -> bool:
+        return request_id in node.state.sessions[connection].waiters
 
-
-def ucx_node() -> tuple[Node, int, int]:
-    node = Node(reservation_lease_s=10, lease_s=10)
-    c = node.connect("ucx")
-    return node, c, node.open(c)
-
-
-def test_ucx_an_overdue_receive_is_cancelled_and_freed_when_that_is_done() -> None:
-    node, c, ns = ucx_node()
-    [grant] = node.reserve(c, ns, 1)
-    node.send(c, commit(10, grant))
-    actions = node.pass_time(10)
-    assert actions == [CancelTransfers(c, (grant.tag,)), Answer(c, m.Committed(10, b"\0"))]
-    assert node.status().quarantined_bytes == 4 * KIB
-    assert statuses(node.reserve(c, ns, 1)) == [GRANTED]
-    node.done(c, grant.tag, False)
-    assert node.status().quarantined_bytes == 0
+    assert is_open(first, wait(first, 9))
+    assert not is_open(first, wait(first, 2))
+    assert is_open(first, wait(first, 1))
+    others = [node.connect() for _ in range(4)]
+    for other in others:
+        node.open(other, "innocent", model="m")
+    assert [is_open(other, wait(other, 10)) for other in others] == [True, True, True, False]
+    node.disconnect(first)
+    assert is_open(others[3], wait(others[3], 10))
+    assert node.state.sessions[others[3]].waited_keys == 10
 
 
 def test_ucx_pages_that_came_together_are_committed_together_and_one_that_failed_is_not() -> None:
-    node, c, ns = ucx_node()
-    grants = node.reserve(c, ns, 1, 2, 3)
+    node = Node()
+    c = node.connect("ucx")
+    grants = node.reserve(c, node.open(c), 1, 2, 3)
     assert answers(node.send(c, commit(9, *grants)), c) == []
     ends = zip(grants, (True, False, True), strict=True)
     actions = node.do(TransfersDone([TransferDone(c, grant.tag, ok) for grant, ok in ends]))
     [rows] = [one for one in actions if isinstance(one, CommitRows)]
     assert rows.slots == [grants[0].slot, grants[2].slot]
     assert answers(actions, c) == [m.Committed(9, b"\1\0\1")]
-
-
-def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
-    node, c, ns = ucx_node()
-    grants = node.reserve(c, ns, 1, 2)
-    for grant in grants:
-        node.done(c, grant.tag, True)
-    node.send(c, commit(9, *grants))
-    one, two, again = node.get(c, ns, 1, 2, 1)
-    assert node.pass_time(10) == [CancelTransfers(c, (one.tag, two.tag, again.tag))]
 
 
 # --- bad clients
@@ -205,21 +186,3 @@ def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:
         node.get(client, ns, 1)
         calls.append(calls_of(lambda: node.state.handle(Tick(), node.now_s + 0.5)))  # noqa: B023
     assert calls[1] <= calls[0] + 10
-
-
-def test_leases_of_many_connections_end_in_time_each() -> None:
-    node, client, ns = opened(lease_s=10.0)
-    node.put(client, ns, 1)
-    readers = [node.connect() for _ in range(5)]
-    for reader in readers:
-        node.get(reader, ns, 1)
-        node.pass_time(1.0)
-    assert node.status().pins == 5
-    for left in (4, 3, 2):
-        node.pass_time(node.state.next_deadline_s - node.now_s)
-        assert node.status().pins == left
-    node.get(readers[3], ns, 1)  # it is renewed, and looked at when it would have ended
-    node.pass_time(1.0)
-    assert node.status().pins == 3
-    node.pass_time(10.0)
-    assert node.status().pins == 0

@@ -137,30 +137,6 @@ def test_no_tenant_exceeds_its_quota_and_none_makes_another_that_is_within_its_o
         assert pages_of(node, f"m#t{tenant}") >= min(quotas[tenant], before[tenant])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_while_one_tenant_fills_the_pool_the_hits_of_another_are_as_if_it_were_alone(seed: int) -> None:
-    def hits(*, with_flood: bool) -> float:
-        node, rng = Node(slabs=16), random.Random(seed)
-        client = model_of(node, tenant_quota_bytes=128 * PAGE)
-        quiet, flood = open_tenant(node, client, "quiet"), open_tenant(node, client, "flood")
-        found = asked = 0
-        for step in range(600):
-            prompt = 8 * min(20, int(rng.expovariate(0.2)))
-            some = [*range(prompt, prompt + 8)]
-            pins = node.get(client, quiet, *some)
-            there = [pin for pin in pins if pin.status == m.HIT]
-            node.release(client, *there)
-            found, asked = found + len(there), asked + len(some)
-            missing = [k for k, pin in zip(some, pins, strict=True) if pin.status != m.HIT]
-            if missing:
-                node.put(client, quiet, *missing)
-            if with_flood:
-                node.put(client, flood, *range(10_000 + 32 * step, 10_032 + 32 * step))
-        return found / asked
-
-    assert hits(with_flood=True) >= 0.95 * hits(with_flood=False)
-
-
 def test_a_model_at_its_quota_evicts_among_all_of_its_tenants_and_from_nobody_else() -> None:
     node = Node(slabs=4)
     client = model_of(node, quota_bytes=16 * PAGE)

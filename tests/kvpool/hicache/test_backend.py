@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -48,18 +49,48 @@ def storage_config(pool: Pool, declared: KvGeometry, **changed: Any) -> Any:
     return hicache_backend.HiCacheStorageConfig(**{**fields, **changed})
 
 
+MLA = {"is_mla_model": True, "tp_size": 2}
+SWA = {"parts": "swa:2"}
+"""A part for layers that have a window of two pages."""
+
+
+class Backends(Pool):
+    """Also makes workers' backends, and closes them at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Any] = []
+
+    def backend(
+        self,
+        host: HostPool,
+        declared: Mapping[str, str] = MappingProxyType({}),
+        parts: Mapping[str, HostPool] = MappingProxyType({}),
+        **config: Any,
+    ) -> Any:
+        """`declared`: what its pages are said to be beside the layout of its host pages."""
+        made = self.unattached({"layout": host.layout, **declared}, **config)
+        attach(made, host, **parts)
+        return made
+
+    def unattached(self, declared: Mapping[str, str], **config: Any) -> Any:
+        self._made.append(
+            hicache_backend.PdserveHiCache(storage_config(self, geometry(**declared), **config), {})
+        )
+        return self._made[-1]
+
+    def __exit__(self, *error: object) -> None:
+        for made in self._made:
+            made.close()
+        super().__exit__(*error)
+
+
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    with Pool() as pool:
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backends]:
+    with Backends() as pool:
         client = functools.partial(PoolClient, connector=pool.connector)
         monkeypatch.setattr(page_access, "PoolClient", client)
         yield pool
-
-
-def backend(pool: Pool, host: HostPool, **changed: Any) -> Any:
-    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(layout=host.layout), **changed), {})
-    attach(made, host)
-    return made
 
 
 def attach(made: Any, host: HostPool, **parts: HostPool) -> None:
@@ -70,7 +101,7 @@ def attach(made: Any, host: HostPool, **parts: HostPool) -> None:
     made.on_host_pools_registered()
 
 
-def test_host_memory_that_stages_pages_must_have_room_for_a_request(pool: Pool) -> None:
+def test_host_memory_that_stages_pages_must_have_room_for_a_request(pool: Backends) -> None:
     host = HostPool("page_first")
     host.device_capacity_tokens = 10 * host.size
 
@@ -94,11 +125,11 @@ def names(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_pages_come_back_into_other_host_pages(pool: Pool, layout: str) -> None:
+def test_pages_come_back_into_other_host_pages(pool: Backends, layout: str) -> None:
     writer, reader = HostPool(layout), HostPool(layout)
     sources, targets = list(range(20)), list(range(99, 79, -1))
     writer.fill(sources, seed=1)
-    one, two = backend(pool, writer), backend(pool, reader)
+    one, two = pool.backend(writer), pool.backend(reader)
     assert one.batch_set_v1(names(20), indices(sources)) == [True] * 20
     assert two.batch_exists(names(30)) == 20
     assert two.batch_get_v1(names(20), indices(targets)) == [True] * 20
@@ -107,22 +138,14 @@ def test_pages_come_back_into_other_host_pages(pool: Pool, layout: str) -> None:
         assert all(np.array_equal(a, b) for a, b in pairs)
     untouched = set(range(HOST_PAGES)) - set(targets)
     assert not any(segment.any() for page in untouched for segment in reader.segments(page))
-    one.close()
-    two.close()
 
 
-def by_head(pool: Pool, host: HostPool, rank: int, ranks: int) -> Any:
-    """A rank's backend; pages lie in the pool in two pieces."""
-    declared = geometry(layout="page_head", tp_size="2")
-    made = hicache_backend.PdserveHiCache(storage_config(pool, declared, tp_rank=rank, tp_size=ranks), {})
-    attach(made, host)
-    return made
-
-
-def test_one_rank_and_two_ranks_read_each_others_pages(pool: Pool) -> None:
+def test_one_rank_and_two_ranks_read_each_others_pages(pool: Backends) -> None:
     whole, halves = HostPool("page_head"), [HostPool("page_head", heads=2) for _ in range(2)]
     whole.fill([5, 6], seed=3)
-    one, two = by_head(pool, whole, 0, 1), [by_head(pool, half, i, 2) for i, half in enumerate(halves)]
+    declared = {"tp_size": "2"}  # pages lie in the pool in two pieces
+    one = pool.backend(whole, declared, tp_size=1)
+    two = [pool.backend(half, declared, tp_rank=i, tp_size=2) for i, half in enumerate(halves)]
     assert one.batch_set_v1(names(2), indices([5, 6])) == [True] * 2
     for rank, (half, made) in enumerate(zip(halves, two, strict=True)):
         assert made.batch_exists(names(3)) == 2
@@ -137,12 +160,10 @@ def test_one_rank_and_two_ranks_read_each_others_pages(pool: Pool) -> None:
     assert one.batch_get_v1(chain, indices([0, 1])) == [True, False]
     for place, segment in enumerate(whole.segments(0)):
         assert np.array_equal(segment, np.concatenate([half.segments(1)[place] for half in halves]))
-    for made in (one, *two):
-        made.close()
 
 
-def test_exists_counts_the_chain_from_its_start(pool: Pool) -> None:
-    made = backend(pool, HostPool("page_first"))
+def test_exists_counts_the_chain_from_its_start(pool: Backends) -> None:
+    made = pool.backend(HostPool("page_first"))
     chain = names(5)
     assert made.batch_exists(chain) == 0
     assert made.batch_set_v1([chain[0], chain[1], chain[3]], indices([0, 1, 3])) == [True] * 3
@@ -151,32 +172,20 @@ def test_exists_counts_the_chain_from_its_start(pool: Pool) -> None:
     assert made.batch_exists([]) == 0
     made.clear()
     assert made.batch_exists(chain) == 0
-    made.close()
 
 
-def test_ranks_of_an_mha_model_do_not_meet(pool: Pool) -> None:
+def test_ranks_of_an_mha_model_do_not_meet(pool: Backends) -> None:
     host = HostPool("page_first")
-    ranks = []
-    for rank in range(2):
-        config = storage_config(pool, geometry(tp_size="2"), tp_rank=rank, tp_size=2)
-        ranks.append(hicache_backend.PdserveHiCache(config, {}))
-        attach(ranks[-1], host)
+    ranks = [pool.backend(host, {"tp_size": "2"}, tp_rank=rank, tp_size=2) for rank in range(2)]
     ranks[0].batch_set_v1(names(3), indices([0, 1, 2]))
     assert [rank.batch_exists(names(3)) for rank in ranks] == [3, 0]
-    for rank in ranks:
-        rank.close()
 
 
-def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Pool) -> None:
+def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Backends) -> None:
     """SGLang itself lets one rank write; should others come too, the pool takes the page once."""
     host = HostPool("page_first")
     host.fill([0, 1, 2], seed=1)
-    ranks = []
-    for rank in range(2):
-        declared = geometry(tp_size="replicated")
-        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
-        ranks.append(hicache_backend.PdserveHiCache(config, {}))
-        attach(ranks[-1], host)
+    ranks = [pool.backend(host, {"tp_size": "replicated"}, tp_rank=rank, **MLA) for rank in range(2)]
     for rank in ranks:
         assert rank.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
     written = [rank._pages._client.counters.pages_written for rank in ranks]
@@ -184,15 +193,13 @@ def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Po
     assert ranks[1].batch_get_v1(names(3), indices([5, 6, 7])) == [True] * 3
     for source, target in zip(host.segments(1), host.segments(6), strict=True):
         assert np.array_equal(source, target)
-    for rank in ranks:
-        rank.close()
 
 
 @pytest.mark.parametrize("error", [PoolUnavailable("gone"), RuntimeError("bug"), OSError("io")], ids=repr)
 @pytest.mark.parametrize("step", ["connect", "call", "post", "read_pages", "write_pages"])
-def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Exception) -> None:
+def test_nothing_raises_and_every_list_is_whole(pool: Backends, step: str, error: Exception) -> None:
     host = HostPool("page_first")
-    made = backend(pool, host)
+    made = pool.backend(host)
     made.batch_set_v1(names(9), indices(list(range(9))))
 
     def fail(node: str, what: str) -> None:
@@ -216,9 +223,9 @@ def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Ex
 
 
 def test_calls_that_the_pool_did_not_carry_out_are_said_now_and_then(
-    pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pool: Backends, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = backend(pool, HostPool("page_first"))
+    made = pool.backend(HostPool("page_first"))
 
     def fail(*_: object) -> None:
         raise PoolUnavailable("there is no pool")
@@ -228,23 +235,18 @@ def test_calls_that_the_pool_did_not_carry_out_are_said_now_and_then(
         assert made.batch_get_v1(names(1), indices([0])) == [False]
     [line] = [record for record in caplog.records if "no pool" in record.getMessage()]
     assert (line.levelname, line.exc_info) == ("WARNING", None)
-    made.close()
 
 
-def test_arguments_that_do_not_fit_are_misses(pool: Pool) -> None:
-    made = backend(pool, HostPool("page_first"))
+def test_arguments_that_do_not_fit_are_misses(pool: Backends) -> None:
+    made = pool.backend(HostPool("page_first"))
     assert made.batch_get_v1(["not hex"], indices([0])) == [False]
     assert made.batch_set_v1(names(2), indices([0])) == [False] * 2
     assert made.batch_exists(["not hex"]) == 0
-    made.close()
 
 
 def no_addresses(indices: Any) -> Any:
     """As SGLang's index of sparse attention in layer_first."""
     raise ValueError("Unsupported layout")
-
-
-MLA = {"is_mla_model": True, "tp_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ MLA = {"is_mla_model": True, "tp_size": 2}
     ],
 )
 def test_a_worker_with_other_pages_than_it_declared_or_than_fit_does_not_start(
-    pool: Pool,
+    pool: Backends,
     declared: dict[str, str],
     config: dict[str, Any],
     kv: dict[str, Any],
@@ -303,7 +305,7 @@ def test_a_worker_with_other_pages_than_it_declared_or_than_fit_does_not_start(
         return made
 
     def start() -> None:
-        made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(**declared), **config), {})
+        made = pool.unattached(declared, **config)
         attach(made, host(**kv), **{name: host(**options) for name, options in parts.items()})
 
     with pytest.raises(StartupError, match=says):
@@ -311,19 +313,10 @@ def test_a_worker_with_other_pages_than_it_declared_or_than_fit_does_not_start(
 
 
 @pytest.mark.parametrize("kind", ["e4m3fn", "e5m2"])
-def test_a_worker_with_fp8_pages_starts(pool: Pool, kind: str) -> None:
+def test_a_worker_with_fp8_pages_starts(pool: Backends, kind: str) -> None:
     """SGLang keeps them as bytes (`KVCache.store_dtype`)."""
-    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(kv_dtype=f"float8_{kind}")), {})
+    made = pool.unattached({"kv_dtype": f"float8_{kind}"})
     made.register_mem_pool_host(HostPool("page_first", torch.uint8))
-    made.close()
-
-
-def hybrid(pool: Pool, host: HostPool, windows: HostPool, **changed: Any) -> Any:
-    """With a part for layers that have a window of two pages."""
-    declared = geometry(layout=host.layout, parts="swa:2")
-    made = hicache_backend.PdserveHiCache(storage_config(pool, declared, **changed), {})
-    attach(made, host, swa=windows)
-    return made
 
 
 def window(chain: list[str], host_pages: list[int] | None = None) -> PoolTransfer:
@@ -333,12 +326,12 @@ def window(chain: list[str], host_pages: list[int] | None = None) -> PoolTransfe
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_parts_of_other_sizes_come_back_into_their_own_host_pools(pool: Pool, layout: str) -> None:
+def test_parts_of_other_sizes_come_back_into_their_own_host_pools(pool: Backends, layout: str) -> None:
     hosts = [HostPool(layout) for _ in range(2)]
     windows = [HostPool(layout, layers=5) for _ in range(2)]
     hosts[0].fill(list(range(9)), seed=1)
     windows[0].fill(list(range(2)), seed=2)
-    one, two = (hybrid(pool, *pair) for pair in zip(hosts, windows, strict=True))
+    one, two = (pool.backend(host, SWA, {"swa": part}) for host, part in zip(hosts, windows, strict=True))
     chain = names(9)
     assert one.batch_set_v2([window(chain[7:], [0, 1])]) == {"swa": [True] * 2}
     assert one.batch_set_v1(chain, indices(list(range(9)))) == [True] * 9
@@ -351,12 +344,10 @@ def test_parts_of_other_sizes_come_back_into_their_own_host_pools(pool: Pool, la
         assert source.any()
         assert np.array_equal(source, target)
     assert np.array_equal(hosts[0].segments(8)[0], hosts[1].segments(58)[0])
-    one.close()
-    two.close()
 
 
-def test_a_lookup_of_all_parts_is_one_question(pool: Pool) -> None:
-    made = hybrid(pool, HostPool("page_first"), HostPool("page_first", layers=5))
+def test_a_lookup_of_all_parts_is_one_question(pool: Backends) -> None:
+    made = pool.backend(HostPool("page_first"), SWA, {"swa": HostPool("page_first", layers=5)})
     pages = indices(list(range(30)))
     made.batch_set_v1(names(30), pages)
     made.batch_set_v2([window(names(30), list(range(30)))])
@@ -364,11 +355,10 @@ def test_a_lookup_of_all_parts_is_one_question(pool: Pool) -> None:
     pool.connector.before = lambda node, what: asked.append(node)
     assert made.batch_exists_v2(names(30), [window(["?", "?"])]).kv_hit_pages == 30
     assert len(asked) == 1
-    made.close()
 
 
-def test_nothing_of_interface_v2_raises_and_every_list_is_whole(pool: Pool) -> None:
-    made = hybrid(pool, HostPool("page_first"), HostPool("page_first", layers=5))
+def test_nothing_of_interface_v2_raises_and_every_list_is_whole(pool: Backends) -> None:
+    made = pool.backend(HostPool("page_first"), SWA, {"swa": HostPool("page_first", layers=5)})
     unknown = PoolTransfer(PoolName.MAMBA, indices([0]), keys=names(1))
     short = window(names(2), [0])
     nowhere = window(names(2))
@@ -382,27 +372,21 @@ def test_nothing_of_interface_v2_raises_and_every_list_is_whole(pool: Pool) -> N
     assert made.batch_exists_v2(names(3), [window(["?"])]).kv_hit_pages == 0
 
 
-def test_ranks_keep_their_own_parts(pool: Pool) -> None:
+def test_ranks_keep_their_own_parts(pool: Backends) -> None:
     host, windows = HostPool("page_first"), HostPool("page_first", layers=5)
-    ranks = []
-    for rank in range(2):
-        declared = geometry(tp_size="2", parts="swa:2")
-        config = storage_config(pool, declared, tp_rank=rank, tp_size=2)
-        ranks.append(hicache_backend.PdserveHiCache(config, {}))
-        attach(ranks[-1], host, swa=windows)
-        ranks[-1].batch_set_v1(names(4), indices([0, 1, 2, 3]))
+    declared = {"tp_size": "2", **SWA}
+    ranks = [pool.backend(host, declared, {"swa": windows}, tp_rank=rank, tp_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.batch_set_v1(names(4), indices([0, 1, 2, 3]))
     ranks[0].batch_set_v2([window(names(4)[:3], [0, 1, 2])])
     ranks[1].batch_set_v2([window(names(4)[1:], [0, 1, 2])])
     found = [rank.batch_exists_v2(names(4), [window(["?", "?"])]) for rank in ranks]
     # SGLang takes what all ranks can restore: three pages, though each could more, or other lengths, alone
     assert [one.restorable_prefix_pages for one in found] == [[1, 2, 3], [3, 4]]
-    for rank in ranks:
-        rank.close()
 
 
-def test_a_draft_model_is_registered_after_all_others_and_then_pages_move(pool: Pool) -> None:
-    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(parts="draft:0")), {})
-    attach(made, HostPool("page_first"))
+def test_a_draft_model_is_registered_after_all_others_and_then_pages_move(pool: Backends) -> None:
+    made = pool.backend(HostPool("page_first"), {"parts": "draft:0"})
     chain, pages = names(2), indices([0, 1])
     draft = [PoolTransfer(PoolName.DRAFT, pages, keys=chain)]
     assert made.batch_set_v1(chain, pages) == [False] * 2
@@ -412,20 +396,17 @@ def test_a_draft_model_is_registered_after_all_others_and_then_pages_move(pool: 
     assert made.batch_exists_v2(chain, draft).restorable_prefix_pages == []
     assert made.batch_set_v2(draft) == {"draft": [True] * 2}
     assert made.batch_exists_v2(chain, draft).restorable_prefix_pages == [1, 2]
-    made.close()
 
 
-def test_an_index_that_all_pages_have_goes_with_kv_as_sglang_moves_it(pool: Pool) -> None:
+def test_an_index_that_all_pages_have_goes_with_kv_as_sglang_moves_it(pool: Backends) -> None:
     """The calls of `HybridCacheController` for a pool with `indices_from_pool = KV`: written whole before KV,
     read after each batch of KV, at the same places. MLA's ranks share it.
     """
     ranks = []
     for rank in range(2):
-        declared = geometry(tp_size="replicated", parts="indexer:0")
-        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
-        made = hicache_backend.PdserveHiCache(config, {})
         host, index = HostPool("page_first"), HostPool("page_first", layers=1)
-        attach(made, host, indexer=index)
+        declared = {"tp_size": "replicated", "parts": "indexer:0"}
+        made = pool.backend(host, declared, {"indexer": index}, tp_rank=rank, **MLA)
         ranks.append((made, host, index))
     (writer, host, index), (reader, host_of_reader, index_of_reader) = ranks
     host.fill(list(range(6)), seed=1)
@@ -442,21 +423,17 @@ def test_an_index_that_all_pages_have_goes_with_kv_as_sglang_moves_it(pool: Pool
         assert moved == {PoolName.INDEXER: [True] * len(batch)}
     assert np.array_equal(host.segments(5)[0], host_of_reader.segments(45)[0])
     assert np.array_equal(index.segments(5)[1], index_of_reader.segments(45)[1])
-    writer.close()
-    reader.close()
 
 
-def test_a_state_is_kept_for_the_end_of_a_prefix_and_by_each_rank_of_mla(pool: Pool) -> None:
+def test_a_state_is_kept_for_the_end_of_a_prefix_and_by_each_rank_of_mla(pool: Backends) -> None:
     """The calls of SGLang's `MambaComponent`: a node's state has one place in host memory, and the key of the
     node's last page. Ranks divide it though they share the pages of KV, which the first alone writes.
     """
     ranks = []
     for rank in range(2):
-        declared = geometry(tp_size="replicated", parts="mamba:1")
-        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
-        made = hicache_backend.PdserveHiCache(config, {})
         states = HostPool("page_first", layers=7, page_tokens=1)
-        attach(made, HostPool("page_first"), mamba=states)
+        declared = {"tp_size": "replicated", "parts": "mamba:1"}
+        made = pool.backend(HostPool("page_first"), declared, {"mamba": states}, tp_rank=rank, **MLA)
         ranks.append((made, states))
 
     def state(page: int, place: int) -> PoolTransfer:
@@ -474,7 +451,6 @@ def test_a_state_is_kept_for_the_end_of_a_prefix_and_by_each_rank_of_mla(pool: P
     for made, states in ranks:
         assert made.batch_get_v2([state(2, 9)]) == {PoolName.MAMBA: [True]}
         assert np.array_equal(states.segments(0)[1], states.segments(9)[1])
-        made.close()
     assert not np.array_equal(ranks[0][1].segments(9)[0], ranks[1][1].segments(9)[0])
 
 

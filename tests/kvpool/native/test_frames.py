@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.kvpool.native import build, frames
 from pdserve.kvpool.native.frames import exchange
+from tests.support.waiting import soon
 
 compiled = build.compiled()
 BUILT = pytest.mark.skipif(compiled is None, reason="not built")
@@ -25,10 +26,6 @@ def pair(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, theirs
-
-
-def soon(seconds: float = 5.0) -> float:
-    return time.monotonic() + seconds
 
 
 def test_a_frame_goes_out_and_what_is_there_comes_back(pair: tuple[socket.socket, socket.socket]) -> None:

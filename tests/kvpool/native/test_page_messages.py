@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from pdserve.kvpool.native import build, page_messages
 from pdserve.kvpool.protocol.page_bytes import PageBuffers, checksum_page
 from pdserve.kvpool.transports.tcp.stream import HEADER, WITHDRAWN
+from tests.support.waiting import soon
 
 pytestmark = pytest.mark.skipif(build.compiled() is None, reason="not built")
 
@@ -38,10 +38,6 @@ class ends:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         for one in self.both:
             one.close()
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 def pages_of(count: int, cuts: list[int], seed: int = 0) -> list[PageBuffers]:

@@ -19,7 +19,8 @@ from pdserve.kvpool.node.metrics.names import METRICS
 from pdserve.kvpool.node.metrics.server import MAX_HEAD_BYTES, MAX_SCRAPERS, MetricsServer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus
-from tests.support.kvpool.nodes import PAGE_BYTES, Start, get, keys, open_namespace, put, soon
+from tests.support.kvpool.nodes import PAGE_BYTES, Start, get, keys, open_namespace, put
+from tests.support.waiting import soon
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

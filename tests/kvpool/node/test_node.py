@@ -10,8 +10,6 @@ import random
 import re
 import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,13 +37,10 @@ from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
 from pdserve.up.locks import free_ports
-from tests.support.kvpool.clustered import until
 from tests.support.kvpool.connectors import connect, fetch_status
 from tests.support.kvpool.nodes import (
-    PAGE_BYTES,
     Start,
     StartProcess,
-    connect_when_ready,
     get,
     keys,
     open_namespace,
@@ -56,88 +51,12 @@ from tests.support.kvpool.nodes import (
     serve_fails,
     serving,
     small_config,
-    soon,
     start_fails,
 )
 from tests.support.kvpool.pools import arena_dir, remove_arena
+from tests.support.waiting import soon, until, until_in_loop
 
-# --- dying and coming back
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(
-    start_process: StartProcess, seed: int
-) -> None:
-    pool = start_process()
-    acknowledged: list[list[bytes]] = [[] for _ in range(3)]
-    attempted: list[list[bytes]] = [[] for _ in range(3)]
-    begun = threading.Barrier(4)
-
-    def write(writer: int) -> None:
-        connection = pool.connect()
-        ns = open_namespace(connection)
-        begun.wait(10)
-        try:
-            for batch in range(40):
-                some = keys(4, 1000 * writer + batch)
-                attempted[writer] += some
-                acknowledged[writer] += put(connection, ns, some)
-        except PoolError:
-            pass
-        finally:
-            connection.close()
-
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(3)]
-    for thread in threads:
-        thread.start()
-    begun.wait(10)
-    wanted = 20 + 120 * seed
-    deadline = soon()
-    while sum(map(len, acknowledged)) < wanted and time.monotonic() < deadline:
-        time.sleep(0)  # let the writers get so far
-    pool.kill()
-    for thread in threads:
-        thread.join(30)
-    written = [key for keys_of_one in acknowledged for key in keys_of_one]
-    assert written
-
-    pool.restart(lease_s=2.0)  # so long are slots that were being written not used
-    connection = pool.connect()
-    ns = open_namespace(connection)
-    assert set(get(connection, ns, written)) == set(written)
-    for some in attempted:
-        get(connection, ns, some)  # fails on wrong bytes
-    status = fetch_status(pool.address, soon())
-    assert status.counters["dropped_rows"] == 0
-    assert status.counters["recovered_pages"] >= len(written)
-    while fetch_status(pool.address, soon()).quarantined_bytes:
-        assert time.monotonic() < deadline + 20
-    connection.close()
-
-
-def test_a_writer_killed_between_reserve_and_commit_leaves_nothing_reserved(start: Start) -> None:
-    pool = start()
-    code = (
-        "import sys, time\nfrom pdserve.kvpool.protocol import messages as m\n"
-        "from pdserve.kvpool.client.config import PoolClientConfig\n"
-        "from pdserve.kvpool.client.connector import ConfiguredConnector\n"
-        "connector = ConfiguredConnector(PoolClientConfig(data_path='shm'), 'victim')\n"
-        "c = connector.connect(sys.argv[1], time.monotonic() + 10)\n"
-        "ns = c.call(m.OpenNamespace(1, 'ns', {}), time.monotonic() + 10).namespace\n"
-        f"c.call(m.Reserve(2, ns, [bytes(32)], [{PAGE_BYTES}]), time.monotonic() + 10)\n"
-        "print('reserved', flush=True)\ntime.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, pool.address], stdout=subprocess.PIPE) as victim:
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == b"reserved\n"
-        assert fetch_status(pool.address, soon()).reserved_bytes == PAGE_BYTES
-        victim.kill()
-    deadline = soon()
-    while fetch_status(pool.address, soon()).reserved_bytes:
-        assert time.monotonic() < deadline
-    connection = pool.connect()
-    assert put(connection, open_namespace(connection), [bytes(32)]) == [bytes(32)]
-    connection.close()
+# --- coming back
 
 
 @pytest.mark.parametrize(
@@ -179,7 +98,7 @@ async def of_namespace(node: PoolNode, work: Callable[..., list[bytes]], names: 
     """What a client of the node makes of these keys."""
 
     def in_thread() -> list[bytes]:
-        with contextlib.closing(connect_when_ready(node.config.address)) as connection:
+        with contextlib.closing(connect(node.config.address, soon())) as connection:
             return work(connection, open_namespace(connection), names)
 
     return await asyncio.to_thread(in_thread)
@@ -392,10 +311,11 @@ async def test_a_client_that_is_closed_and_never_reads_its_last_replies_is_let_g
             opened = encode_frame(m.OpenNamespace(1, "large", {"text": "x" * 60_000}))
             asked = b"".join(encode_frame(m.Status(i)) for i in range(6))  # more than a socket holds
             await asyncio.to_thread(sock.sendall, hello + opened + asked + bytes(4))
-            deadline = soon()
-            while node.state.sessions.keys() - {LOCAL} or node.sockets or not node._last_connection:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
+            await until_in_loop(
+                lambda: (
+                    bool(node._last_connection) and not (node.state.sessions.keys() - {LOCAL} or node.sockets)
+                )
+            )
 
 
 @pytest.mark.parametrize("step", [1, 0])
@@ -482,7 +402,7 @@ async def test_while_ucx_is_loaded_others_are_served_and_who_goes_meanwhile_leav
         assert welcome.ucx is not None
         assert node.data_paths.ucx._worker is not None
         peers = node.data_paths.ucx._worker._peers
-        await until(lambda: len(peers) == len(node.connections) - 1 == 1)
+        await until_in_loop(lambda: len(peers) == len(node.connections) - 1 == 1)
         writer.close()
         other.close()
 
@@ -519,15 +439,10 @@ def test_connections_share_one_mapping_and_the_last_one_is_not_held_up_by_its_en
         """The thread that made a mapping's memory present may have it for a moment after its last user. Those
         of earlier tests' arenas at the same path end in "(deleted)".
         """
-        deadline = soon()
-        while (
-            sum(
-                line.endswith(str(pool.arena_path))
-                for line in Path("/proc/self/maps").read_text().splitlines()
-            )
-            != times
-        ):
-            assert time.monotonic() < deadline
+        until(lambda: sum(line.endswith(str(pool.arena_path)) for line in maps()) == times)
+
+    def maps() -> list[str]:
+        return Path("/proc/self/maps").read_text().splitlines()
 
     connections = [pool.connect() for _ in range(3)]
     until_mapped(1)  # no more that of who looked whether the node serves

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,10 @@ from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_f
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.dial import Resolver
 from tests.support.kvpool.connectors import connect
+from tests.support.waiting import soon
 
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
 HELLO = make_hello("test", "host", "auto")
-
-
-def soon(seconds: float = 5.0) -> float:
-    return time.monotonic() + seconds
 
 
 class Peer:

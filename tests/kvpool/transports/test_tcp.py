@@ -6,7 +6,6 @@ import contextlib
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +23,11 @@ from pdserve.kvpool.transports.tcp.stream import GREETED_TAG, HEADER, TICKET_BYT
 from pdserve.security.tls import Certificates
 from tests.support.certificates import Authority
 from tests.support.kvpool.tcp_server import RunningServer, running
+from tests.support.waiting import soon
 
 KIB = 1024
 MIB = 1 << 20
 TICKET = bytes(range(TICKET_BYTES))
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 class Control:

@@ -1,16 +1,15 @@
-"""The UCX data path against a tiny node in another process, which is stopped and killed at bad moments."""
+"""The UCX data path against a node in another process, which is stopped at bad moments, and its thread."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,180 +19,98 @@ import pytest
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
 from pdserve.kvpool.core.events import CancelTransfers, StartSend, TransferDone
 from pdserve.kvpool.node.ucx.worker import WINDOW_BYTES, Peer, UcxWorker
-from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.base import KEY_BYTES
-from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports import ucx_client
 from pdserve.kvpool.transports.base import OK
 from pdserve.kvpool.transports.ucx import UcxLibrary, UcxLink
 from pdserve.kvpool.transports.ucx_client import UcxConnection
 from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.nodes import StartProcess, small_config
+from tests.support.kvpool.pools import ProcessPool, running_node
+from tests.support.kvpool.raw_client import Client, keys, pages_of, same
 from tests.support.suite.extended import extended
+from tests.support.waiting import soon, until
 
 MIB = 1 << 20
 MAP_NORESERVE = 0x4000
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
-NODE = Path(__file__).parents[2] / "support" / "kvpool" / "ucx_node.py"
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
-
-
-def key(n: int) -> bytes:
-    return n.to_bytes(KEY_BYTES, "little")
-
-
-class Node:
-    """The tiny node's process."""
-
-    def __init__(self, path: Path, environment: dict[str, str]) -> None:
-        self.address = f"unix:{path}"
-        command = [sys.executable, str(NODE), str(path), str(2 * BIG_BYTES)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **environment})
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n"
-        self._before: dict[str, int] = {}
-
-    def connect(self, checksum: bool = True, ucx: dict[str, str] | None = None) -> UcxConnection:
-        made = connect(self.address, soon(), "ucx", checksum=checksum, ucx=ucx)
-        assert isinstance(made, UcxConnection)
-        return made
-
-    def forget(self) -> None:
-        """What was counted before is another test's."""
-        self._before = {}
-        self._before = self.counters()
-
-    def counters(self) -> dict[str, int]:
-        connection = self.connect()
-        report = connection.call(m.Status(1), soon())
-        connection.close()
-        assert isinstance(report, m.StatusReport)
-        return {name: count - self._before.get(name, 0) for name, count in report.counters.items()}
-
-    def wait_for(self, name: str, count: int) -> None:
-        deadline = soon()
-        while self.counters()[name] < count:
-            assert time.monotonic() < deadline, f"{name} never reached {count}"
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def start(**environment: str) -> Node:
-        nodes.append(Node(tmp_path / f"{len(nodes)}.sock", environment))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        node.stop()
+_names = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    node = Node(tmp_path_factory.mktemp("node") / "sock", {})
-    yield node
-    node.stop()
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    """One for all tests that leave it alive."""
+    with running_node(small_config(capacity_bytes=256 * MIB), tmp_path_factory.mktemp("node")) as pool:
+        yield pool
 
 
 @pytest.fixture
-def node(shared_node: Node) -> Node:
-    """One for all tests that leave it alive."""
-    shared_node.forget()
-    return shared_node
+def start_big(start_process: StartProcess) -> Callable[[], ProcessPool]:
+    """Starts a node with room for two big pages."""
+    return lambda: start_process(capacity_bytes=2 * BIG_BYTES, page_bytes=BIG_BYTES)
 
 
-def random_page(segment_bytes: list[int], seed: int) -> PageBuffers:
-    generator = np.random.default_rng(seed)
-    return tuple(generator.integers(0, 256, length, np.uint8) for length in segment_bytes)
+@contextlib.contextmanager
+def client(node: ProcessPool, *layout: int, ucx: dict[str, str] | None = None) -> Iterator[Client]:
+    with contextlib.closing(connect(node.address, soon(), "ucx", ucx=ucx)) as connection:
+        yield Client(connection, f"ns{next(_names)}", list(layout))
 
 
-def empty_page(segment_bytes: list[int]) -> PageBuffers:
-    return tuple(np.zeros(length, np.uint8) for length in segment_bytes)
+def link_of(client: Client) -> UcxLink:
+    assert isinstance(client.connection, UcxConnection)
+    return client.connection._link
 
 
-def messages_of(keys: list[bytes], segment_bytes: list[int]) -> list[list[bytes]]:
-    """Keys as one message after the other takes them."""
-    most = m.pages_a_message(sum(segment_bytes))
-    return [keys[start : start + most] for start in range(0, len(keys), most)]
+def nothing_is_held(node: ProcessPool) -> bool:
+    status = node.status()
+    return (status.pins, status.reserved_bytes, status.quarantined_bytes) == (0, 0, 0)
 
 
-def reserve(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Grant]:
-    grants: list[m.Grant] = []
-    for part in messages_of(keys, segment_bytes):
-        reply = connection.call(m.Reserve(1, 1, part, segment_bytes), soon())
-        assert isinstance(reply, m.Reserved)
-        grants += reply.grants
-    return grants
-
-
-def commit(connection: UcxConnection, grants: list[m.Grant], checksums: list[int]) -> bytes:
-    slots, sequences = [g.slot for g in grants], [g.sequence for g in grants]
-    reply = connection.call(m.Commit(2, slots, sequences, checksums), soon())
-    assert isinstance(reply, m.Committed)
-    return reply.mask
-
-
-def put(connection: UcxConnection, keys: list[bytes], pages: list[PageBuffers]) -> bytes:
-    grants = reserve(connection, keys, [segment.nbytes for segment in pages[0]])
-    return commit(connection, grants, connection.write_pages(grants, pages, soon()))
-
-
-def pin(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) -> list[m.Pin]:
-    pins: list[m.Pin] = []
-    for part in messages_of(keys, segment_bytes):
-        reply = connection.call(m.Get(3, 1, part, segment_bytes), soon())
-        assert isinstance(reply, m.Got)
-        pins += reply.pins
-    return pins
+def serves(node: ProcessPool) -> bool:
+    """Another client stores a page and reads it."""
+    with client(node, MIB, MIB) as other:
+        names, pages = keys(1), pages_of(other.layout, 1, seed=3)
+        other.put(names, pages)
+        outcomes, [got] = other.get(names)
+    return outcomes == [OK] and same(got, pages[0])
 
 
 @pytest.mark.parametrize("environment", [{}, extended({"UCX_RNDV_SCHEME": "put_zcopy"})], ids=str)
 def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
-    start_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+    start_big: Callable[[], ProcessPool], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    node = start_node(**environment)
-    connection = node.connect()
-    page = np.full(BIG_BYTES, 7, np.uint8)
-    assert put(connection, [key(1)], [(page,)]) == b"\1"
-    buffer = np.zeros(BIG_BYTES, np.uint8)
-    link, give_up = connection._link, soon()
-    progress, began, stopped = link.progress, time.monotonic(), list[float]()
+    node = start_big()
+    with client(node, BIG_BYTES) as reader:
+        names, buffer = keys(1), np.zeros(BIG_BYTES, np.uint8)
+        reader.put(names, [[np.full(BIG_BYTES, 7, np.uint8)]])
+        link, give_up = link_of(reader), soon()
+        progress, began, stopped = link.progress, time.monotonic(), list[float]()
 
-    def stop_when_bytes_arrive() -> bool:
-        happened = progress()
-        if buffer[0] and not stopped:
-            node.process.send_signal(signal.SIGSTOP)
-            stopped.append(time.monotonic())
-        return happened
+        def stop_when_bytes_arrive() -> bool:
+            happened = progress()
+            if buffer[0] and not stopped:
+                node.pause()
+                stopped.append(time.monotonic())
+            return happened
 
-    def clock() -> float:
-        """Stands still until the node is stopped."""
-        now = time.monotonic()
-        return began + (now - stopped[0] if stopped else max(0.0, now - give_up))
+        def clock() -> float:
+            """Stands still until the node is stopped."""
+            now = time.monotonic()
+            return began + (now - stopped[0] if stopped else max(0.0, now - give_up))
 
-    monkeypatch.setattr(link, "progress", stop_when_bytes_arrive)
-    monkeypatch.setattr(ucx_client, "time", SimpleNamespace(monotonic=clock))
-    pins = pin(connection, [key(1)], [BIG_BYTES])
-    worker_descriptor = connection._link.epoll_fd
-    with pytest.raises(PoolTimeout) as caught:
-        connection.read_pages(pins, [(buffer,)], began + 0.3)
-    with pytest.raises(OSError):
-        os.fstat(worker_descriptor)  # UCX's worker is gone, whoever still holds the exception
-    assert caught.traceback
-    arrived = np.count_nonzero(buffer)
-    assert 0 < arrived < BIG_BYTES, "the node was to be stopped in mid-transfer"
-    node.process.send_signal(signal.SIGCONT)
-    node.wait_for("send_failed", 1)  # the node has run on and given up
+        monkeypatch.setattr(link, "progress", stop_when_bytes_arrive)
+        monkeypatch.setattr(ucx_client, "time", SimpleNamespace(monotonic=clock))
+        pins, worker_descriptor = reader.pin(names), link.epoll_fd
+        with pytest.raises(PoolTimeout) as caught:
+            reader.connection.read_pages(pins, [(buffer,)], began + 0.3)
+        with pytest.raises(OSError):
+            os.fstat(worker_descriptor)  # UCX's worker is gone, whoever still holds the exception
+        assert caught.traceback
+        arrived = np.count_nonzero(buffer)
+        assert 0 < arrived < BIG_BYTES, "the node was to be stopped in mid-transfer"
+    node.resume()
+    until(lambda: nothing_is_held(node))  # it has run on and given up
     assert np.count_nonzero(buffer) == arrived
 
 
@@ -205,6 +122,7 @@ from pdserve.kvpool.client.connector import ConfiguredConnector
 connector = ConfiguredConnector(PoolClientConfig(data_path="ucx"), "victim")
 connection = connector.connect(sys.argv[1], time.monotonic() + 20)
 length = int(sys.argv[2])
+connection.call(m.OpenNamespace(9, "ns", {}), time.monotonic() + 20)
 requests = [m.Reserve(n, 1, [bytes([n] * 32)], [length]) for n in (1, 2)]
 grants = [connection.call(one, time.monotonic() + 20).grants[0] for one in requests]
 print("reserved", flush=True)
@@ -215,53 +133,45 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("line", [b"reserved\n", extended(b"written\n")])
-def test_killed_client_fails_its_transfers(node: Node, line: bytes) -> None:
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, node.address, str(BIG_BYTES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert client.stdout is not None
-    while client.stdout.readline() != line:
-        assert client.poll() is None
-    client.kill()
-    client.wait()
-    node.wait_for("receive_failed", 1)
-    counters = node.counters()
-    assert counters["received"] + counters["receive_failed"] == 2
+def test_killed_client_fails_its_transfers(start_big: Callable[[], ProcessPool], line: bytes) -> None:
+    node = start_big()
+    command = [sys.executable, "-c", CLIENT, node.address, str(BIG_BYTES)]
+    victim = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert victim.stdout is not None
+    while victim.stdout.readline() != line:
+        assert victim.poll() is None
+    assert node.status().reserved_bytes == 2 * BIG_BYTES
+    victim.kill()
+    victim.wait()
+    until(lambda: nothing_is_held(node))
 
 
-# `connect` of the node, loaded before libc's. It stops the client, so that it cannot accept, kills it as soon
-# as its kernel has answered, and returns when the reset is there.
-def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None:
-    connection = node.connect()
-    grants = reserve(connection, [key(i) for i in range(50)], [MIB, MIB])
-    connection.post(m.Abort([g.slot for g in grants], [g.sequence for g in grants]))
-    page = random_page([MIB, MIB], 3)
-    assert put(connection, [key(100)], [page]) == b"\1"
-    copy = empty_page([MIB, MIB])
-    assert connection.read_pages(pin(connection, [key(100)], [MIB, MIB]), [copy], soon()) == [OK]
-    assert all(np.array_equal(a, b) for a, b in zip(page, copy, strict=True))
-    assert node.counters()["receive_failed"] == 50
-    connection.close()
+def test_aborted_reservations_end_and_the_connection_goes_on(node: ProcessPool) -> None:
+    with client(node, MIB, MIB) as writer:
+        for _ in range(4):
+            writer.abort(writer.reserve(keys(16)))
+        names, pages = keys(1), pages_of(writer.layout, 1, seed=3)
+        writer.put(names, pages)
+        outcomes, [got] = writer.get(names)
+        assert outcomes == [OK]
+        assert same(got, pages[0])
+        until(lambda: nothing_is_held(node))
 
 
 def test_a_page_that_comes_after_it_was_aborted_leaves_the_connection_and_no_memory_behind(
-    node: Node,
+    node: ProcessPool,
 ) -> None:
-    connection = node.connect()
-    process = psutil.Process(node.process.pid)
-    page = random_page([8 * MIB], 1)
-    for n in range(12):
-        [grant] = reserve(connection, [key(n)], [8 * MIB])
-        connection.post(m.Abort([grant.slot], [grant.sequence]))
-        assert connection.call(m.Status(1), soon())  # the node has read it
-        connection.write_pages([grant], [page], soon())
-        if n == 2:
-            before = process.memory_info().data
-    assert put(connection, [key(99)], [page]) == b"\1"
-    assert process.memory_info().data - before < 40 * MIB
-    connection.close()
+    with client(node, 8 * MIB) as writer:
+        process, page = psutil.Process(node.pid), pages_of(writer.layout, 1, seed=1)
+        for n in range(12):
+            grants = writer.reserve(keys(1))
+            writer.abort(grants)
+            writer.status()  # the node has read it
+            writer.connection.write_pages(grants, page, soon())
+            if n == 2:
+                before = process.memory_info().data
+        writer.put(keys(1), page)
+        assert process.memory_info().data - before < 40 * MIB
 
 
 @pytest.mark.parametrize(
@@ -270,47 +180,38 @@ def test_a_page_that_comes_after_it_was_aborted_leaves_the_connection_and_no_mem
     ids=["announced", "announced and larger than memory", "a part has come"],
 )
 def test_messages_that_nobody_asked_for_end_their_connection(
-    node: Node, options: dict[str, str], lengths: list[int]
+    node: ProcessPool, options: dict[str, str], lengths: list[int]
 ) -> None:
-    hostile, other = node.connect(ucx=options), node.connect()
     memory = mmap.mmap(-1, max(lengths), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
-    message = np.frombuffer(memory, np.uint8)
-    sent = [hostile._link.send(message[:length], (1 << 40) + n) for n, length in enumerate(lengths)]
-    deadline = soon()
-    while hostile._link.alive:
-        hostile._link.progress()
-        assert time.monotonic() < deadline, "the node keeps them"
-    assert put(other, [key(1)], [random_page([MIB], 2)]) == b"\1"
-    hostile._link.destroy(sent)
-    hostile.close()
-    other.close()
+    with client(node, MIB, ucx=options) as hostile:
+        link, message = link_of(hostile), np.frombuffer(memory, np.uint8)
+        sent = [link.send(message[:length], (1 << 40) + n) for n, length in enumerate(lengths)]
+        until(lambda: not (link.progress() or link.alive), "the node keeps them")
+        assert serves(node)
+        link.destroy(sent)
 
 
-def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: Node) -> None:
-    connection = node.connect()
-    grants = reserve(connection, [key(1), key(2)], [MIB])
-    page = random_page([2 * MIB], 1)
-    with contextlib.suppress(PoolUnavailable):  # a commit may be answered before the connection ends
-        assert commit(connection, grants[:1], connection.write_pages(grants[:1], [page], soon())) == b"\0"
-    node.wait_for("receive_failed", 2)
-    connection.close()
+def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: ProcessPool) -> None:
+    with client(node, MIB) as writer:
+        grants = writer.reserve(keys(2))
+        with contextlib.suppress(PoolUnavailable):  # a commit may be answered before the connection ends
+            sums = writer.connection.write_pages(grants[:1], pages_of([2 * MIB], 1, seed=1), soon())
+            assert writer.commit(grants[:1], sums) == [0]
+        until(lambda: nothing_is_held(node))
+    assert serves(node)
 
 
-def test_stranger_at_the_listener_is_turned_away(node: Node) -> None:
-    connection = node.connect()
-    info = connection.welcome.ucx
-    assert info is not None
-    library = UcxLibrary()
-    stranger = UcxLink(library, library.context({}))
-    stranger.connect("127.0.0.1", info.port)
-    operations = [stranger.send(np.zeros(8, np.uint8), 1)]
-    deadline = soon()
-    while stranger.alive:
-        stranger.progress()
-        assert time.monotonic() < deadline
-    assert put(connection, [key(1)], [random_page([4096], 1)]) == b"\1"
-    stranger.destroy(operations)
-    connection.close()
+def test_stranger_at_the_listener_is_turned_away(node: ProcessPool) -> None:
+    with client(node, MIB) as known:
+        info = known.connection.welcome.ucx
+        assert info is not None
+        library = UcxLibrary()
+        stranger = UcxLink(library, library.context({}))
+        stranger.connect("127.0.0.1", info.port)
+        operations = [stranger.send(np.zeros(8, np.uint8), 1)]
+        until(lambda: not (stranger.progress() or stranger.alive))
+        known.put(keys(1), pages_of(known.layout, 1, seed=2))
+        stranger.destroy(operations)
 
 
 class FakeLink:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import WeightStore
 from pdserve.kvpool.weights.streaming import raise_first, weight_files
-from tests.support.kvpool.clustered import HANGS_S
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import MIB, ROOMY, read_tensors, store_of, tensors_of, write_model
 from tests.support.kvpool.nodes import Start
+from tests.support.waiting import until
 
 MODEL = ModelName("demo", "1")
 TENSORS = tensors_of(5 * MIB, 6 * MIB, 300_000)
@@ -42,13 +40,6 @@ def pages_of(store: WeightStore) -> list[tuple[int, int]]:
     """In memory and in the tier, for each namespace of weights."""
     [report] = store.content.status().values()
     return [(one.pages, one.tier_pages) for one in report.namespaces if one.name.startswith("weights")]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + HANGS_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)  # between looks
 
 
 def test_pages_are_loaded_from_a_tier_before_anybody_reads_them(node: LocalNode) -> None:

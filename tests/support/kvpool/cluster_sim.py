@@ -134,16 +134,37 @@ class SimNode:
             work()
 
 
-class Sim:
-    def __init__(self, names: str, seed: int = 0, timing: d.Timing | None = None) -> None:
+class Timeline:
+    """Simulated time, and what is to happen when. A seed determines the run."""
+
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.timing = timing or d.Timing()
         self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def after(self, seconds: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now_s + seconds, next(self._order), work))
+
+    def run(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self._queue and self._queue[0][0] <= end_s:
+            self.now_s, _, work = heapq.heappop(self._queue)
+            work()
+            self.check()
+        self.now_s = end_s
+
+    def check(self) -> None:
+        """After each thing that happened."""
+
+
+class Sim(Timeline):
+    def __init__(self, names: str, seed: int = 0, timing: d.Timing | None = None) -> None:
+        super().__init__(seed)
+        self.timing = timing or d.Timing()
         self.cut: set[tuple[str, str]] = set()  # from, to
         self.slow: dict[str, float] = {}  # seconds more to answer
         self.nodes: dict[str, SimNode] = {}
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
         for name in names:
             self.start(name)
         self.run(2.0)
@@ -158,20 +179,10 @@ class Sim:
         self.after(self.rng.random() * self.timing.tick_s, node.tick)
         return node
 
-    def after(self, seconds: float, work: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now_s + seconds, next(self._order), work))
-
     def carry(self, sender: str, to: str, work: Callable[[], None]) -> None:
         """Over the network; lost where it is cut when it is sent."""
         if (sender, to) not in self.cut:
             self.after(0.0005 + 0.002 * self.rng.random() + self.slow.get(sender, 0.0), work)
-
-    def run(self, seconds: float) -> None:
-        end_s = self.now_s + seconds
-        while self._queue and self._queue[0][0] <= end_s:
-            self.now_s, _, work = heapq.heappop(self._queue)
-            work()
-        self.now_s = end_s
 
     def run_until(self, condition: Callable[[], bool], limit_s: float) -> float:
         """How long it took."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pdserve.errors import PdserveError
 from pdserve.kvpool.node.config.cluster import ClusterConfig
@@ -16,25 +16,20 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from tests.support.kvpool.connectors import fetch_status
-from tests.support.kvpool.local_node import LocalNode
-from tests.support.kvpool.nodes import small_config, soon
+from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import ProcessPool, remove_arena
-
-N = TypeVar("N", ProcessPool, LocalNode)
-
-HANGS_S = 30.0  # no bound of the product's: after it a test is taken to hang
-
+from tests.support.waiting import SOON_S, soon, until_in_loop
 
 QUIET = {"ping_timeout_s": 200.0}
 """Of nodes that do not ask each other by themselves within a test."""
 
 
-class Pool(Generic[N]):
-    """Nodes that know the first one's address; `make` starts one in a directory."""
+class Pool:
+    """Nodes that know the first one's address; `make` starts one in a directory: a LocalNode or a process."""
 
-    def __init__(self, directory: Path, make: Callable[[PoolNodeConfig, Path], N]) -> None:
+    def __init__(self, directory: Path, make: Callable[[PoolNodeConfig, Path], Any]) -> None:
         self.directory = directory
-        self.nodes: dict[str, N] = {}
+        self.nodes: dict[str, Any] = {}
         self._make = make
 
     def start(self, *names: str, **options: Any) -> None:
@@ -48,7 +43,7 @@ class Pool(Generic[N]):
         report = fetch_status(self.nodes[of].address, soon())
         return report.epoch, "".join(x.node for x in report.members if x.status == ACTIVE)
 
-    def until(self, wanted: str, *, at: str = "", seconds: float = HANGS_S) -> None:
+    def until(self, wanted: str, *, at: str = "", seconds: float = SOON_S) -> None:
         """Wait until all (or those nodes) have this view."""
         deadline = soon(seconds)
         while True:
@@ -62,25 +57,11 @@ class Pool(Generic[N]):
         for node in self.nodes.values():
             node.kill()
             remove_arena(node.config)
-
-
-class Processes(Pool[ProcessPool]):
-    """As processes."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, lambda config, directory: ProcessPool(config, directory, "shm"))
-
-
-class Locals(Pool[LocalNode]):
-    """In threads of this process."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, LocalNode)
-
-    def close(self) -> None:
-        super().close()
-        for node in self.nodes.values():
             node.close()
+
+
+def process(config: PoolNodeConfig, directory: Path) -> ProcessPool:
+    return ProcessPool(config, directory, "shm")
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +70,7 @@ async def running(tmp_path: Path, name: str, peers: str = "", **options: Any) ->
     node = PoolNode(config_of(tmp_path, name, peers, **options))
     serving = asyncio.ensure_future(node.serve())
     try:
-        await until(lambda: serving.done() or node.gossip._detector is not None)
+        await until_in_loop(lambda: serving.done() or node.gossip._detector is not None)
         if serving.done():
             await serving
         yield node
@@ -106,13 +87,6 @@ def config_of(tmp_path: Path, name: str, peers: str = "", **options: Any) -> Poo
     return small_config(
         name=name, arena_dir=tmp_path / "arenas", listen=listen, keep=False, cluster=cluster, **options
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = soon(HANGS_S)
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)  # between looks
 
 
 def ring(node: PoolNode) -> str:

@@ -169,33 +169,64 @@ class Door:
 
 
 class DoorConnector:
-    """For the threads' client: control by socket through doors, pages in the nodes' memory."""
+    """For the threads' client: control by socket through doors, pages in the nodes' memory.
+
+    `before(node, step)` is called before every step: connect, call, post, read_pages, write_pages. What it
+    raises, the step raises. `answer(node, request)` may answer in the node's place.
+    """
 
     def __init__(self, doors: Sequence[Door]) -> None:
         self._nodes: Mapping[str, InprocNode] = {door.address: door.node for door in doors}
+        self.before: Callable[[str, str], None] = lambda node, step: None
+        self.answer: Callable[[str, m.Request], m.Reply | None] = lambda node, request: None
 
     def connect(self, address: str, deadline_s: float) -> DoorConnection:
-        hello = make_hello("door", "", "none")
-        channel = ControlChannel.connect(address, hello, deadline_s)
-        return DoorConnection(channel, self._nodes[address])
+        """Raises PoolUnavailable, PoolTimeout, PoolRestarting."""
+        node = self._nodes[address]
+        self.before(node.name, "connect")
+        channel = ControlChannel.connect(address, make_hello("door", "", "none"), deadline_s)
+        return DoorConnection(channel, node, self)
 
 
 class DoorConnection:
-    def __init__(self, channel: ControlChannel, node: InprocNode) -> None:
+    """A `Connection`."""
+
+    def __init__(self, channel: ControlChannel, node: InprocNode, owner: DoorConnector) -> None:
         self.welcome = replace(channel.welcome, data_path="shm")
         self.is_mapped = True
-        self.call = channel.call
-        self.post = channel.post
-        self.call_all = channel.call_all
         self.close = channel.close
+        self._channel = channel
+        self._owner = owner
         self._pages = MappedPages(node.memory, node.table, node.layout, True)
+
+    def _before(self, step: str) -> None:
+        self._owner.before(self.welcome.node, step)
+
+    def call(self, request: m.Request, deadline_s: float) -> m.Reply:
+        return self.call_all([request], deadline_s)[0]
+
+    def call_all(self, requests: Sequence[m.Request], deadline_s: float) -> list[m.Reply]:
+        said: list[m.Reply | None] = []
+        for request in requests:
+            self._before("call")
+            said.append(self._owner.answer(self.welcome.node, request))
+        if not any(said):
+            return self._channel.call_all(requests, deadline_s)
+        both = zip(said, requests, strict=True)
+        return [reply or self._channel.call(request, deadline_s) for reply, request in both]
+
+    def post(self, message: m.Abort | m.Release) -> None:
+        self._before("post")
+        self._channel.post(message)
 
     def write_pages(
         self, grants: Sequence[m.Grant], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[int]:
+        self._before("write_pages")
         return self._pages.write(grants, pages, deadline_s)
 
     def read_pages(
         self, pins: Sequence[m.Pin], pages: Sequence[PageBuffers], deadline_s: float
     ) -> list[PageOutcome]:
+        self._before("read_pages")
         return self._pages.read(pins, pages, deadline_s)

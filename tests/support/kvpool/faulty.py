@@ -1,83 +1,34 @@
-"""Nodes in this process behind connections whose every step can be made to fail. For tests of the client."""
+"""Nodes in this process behind doors, for tests of the threads' client, and pages that belong to keys."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.protocol.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.transports.base import Connection, PageOutcome
-from tests.support.kvpool.inproc import InprocConnector, InprocNode
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from tests.support.kvpool.clients import config_of, doors_of
+from tests.support.kvpool.door import DoorConnector
+from tests.support.kvpool.node_model import KIB, key
+from tests.support.waiting import until
 
-KIB = 1024
 PAGE_BYTES = 6 * KIB
 SEGMENTS = (4 * KIB, 2 * KIB)
 
 
-class FaultyConnector:
-    """`before(node, step)` is called before every step: connect, call, post, read_pages, write_pages. What it
-    raises, the step raises. `answer(node, request)` may answer in the node's place.
-    """
-
-    def __init__(self, nodes: Sequence[InprocNode]) -> None:
-        self._inner = InprocConnector(nodes)
-        self.before: Callable[[str, str], None] = lambda node, step: None
-        self.answer: Callable[[str, Request], Reply | None] = lambda node, request: None
-
-    def connect(self, address: str, deadline: float) -> Connection:
-        self.before(address.removeprefix("inproc:"), "connect")
-        return FaultyConnection(self._inner.connect(address, deadline), self)
-
-
-class FaultyConnection:
-    def __init__(self, inner: Connection, owner: FaultyConnector) -> None:
-        self.welcome: Welcome = inner.welcome
-        self.is_mapped = inner.is_mapped
-        self._inner = inner
-        self._owner = owner
-
-    def call(self, request: Request, deadline: float) -> Reply:
-        self._owner.before(self.welcome.node, "call")
-        return self._owner.answer(self.welcome.node, request) or self._inner.call(request, deadline)
-
-    def call_all(self, requests: Sequence[Request], deadline: float) -> list[Reply]:
-        return [self.call(request, deadline) for request in requests]
-
-    def post(self, message: Abort | Release) -> None:
-        self._owner.before(self.welcome.node, "post")
-        self._inner.post(message)
-
-    def write_pages(
-        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
-    ) -> list[int]:
-        self._owner.before(self.welcome.node, "write_pages")
-        return self._inner.write_pages(grants, pages, deadline)
-
-    def read_pages(
-        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
-    ) -> list[PageOutcome]:
-        self._owner.before(self.welcome.node, "read_pages")
-        return self._inner.read_pages(pins, pages, deadline)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 class Pool:
-    """Some nodes, and clients of theirs. At its end these are closed, and it is checked."""
+    """Some nodes behind doors, and clients of theirs. At its end these are closed, and it is checked."""
 
     def __init__(self, nodes: int = 3, **limits: float) -> None:
-        layout = TableLayout(1024 * KIB, 64 * KIB, 4 * KIB)
-        self.nodes = [InprocNode(f"n{i}", layout, Limits(**limits)) for i in range(nodes)]  # type: ignore[arg-type]
-        self.connector = FaultyConnector(self.nodes)
+        self._directory = tempfile.TemporaryDirectory(prefix="pdserve-doors-")
+        self.doors = doors_of(Path(self._directory.name), nodes, **limits)
+        self.nodes = [door.node for door in self.doors]
+        self.connector = DoorConnector(self.doors)
         self._clients: list[PoolClient] = []
 
     def __enter__(self) -> Pool:
@@ -86,12 +37,16 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         for client in self._clients:
             client.close()
-        if error[0] is None:
-            self.check()
+        try:
+            if error[0] is None:
+                self.check()
+        finally:
+            for door in self.doors:
+                door.close()
+            self._directory.cleanup()
 
     def config(self, **options: float) -> PoolClientConfig:
-        refs = [PoolNodeRef(node=node.name, address=f"inproc:{node.name}") for node in self.nodes]
-        return PoolClientConfig(nodes=refs, **{"retry_after_s": 0.01, **options})  # type: ignore[arg-type]
+        return config_of(self.doors, **{"retry_after_s": 0.01, **options})
 
     def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
         limit = {"connections": options.pop("connections")} if "connections" in options else {}
@@ -101,16 +56,11 @@ class Pool:
         return client
 
     def check(self) -> None:
-        """Every node's books are in order and nothing is held."""
+        """Every node's books are in order, and soon nothing is held."""
         for node in self.nodes:
             if not node.stopped:
-                node.state.check()
-                status = node.state.status(0, 0.0)
-                assert (status.pins, status.reserved_bytes, status.waiters) == (0, 0, 0)
-
-
-def key(n: int) -> bytes:
-    return hashlib.sha256(n.to_bytes(8, "little")).digest()
+                until(lambda node=node: node.held == (0, 0, 0))  # type: ignore[misc]
+                node.check()
 
 
 def keys(count: int) -> list[bytes]:

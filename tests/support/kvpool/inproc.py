@@ -1,5 +1,4 @@
-"""A node in the client's own process: NodeState on ordinary memory, no socket. For tests and as the
-reference.
+"""A node in the test's own process: NodeState on ordinary memory, no socket (door.py gives it one).
 
 Everything that a real node decides, this one decides too, with the same code; what is missing is the shell.
 Its faults are switches: `paused` answers nothing, `stop` is the node's death, `restart` its next incarnation
@@ -12,22 +11,17 @@ import mmap
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
-from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.core.events import (
     Answer,
-    AssignSlab,
     CancelTransfers,
     Close,
-    CommitRows,
     Connected,
     Disconnected,
     Event,
-    FreeRows,
     Received,
     ReserveRows,
     SaveNamespaces,
@@ -43,20 +37,10 @@ from pdserve.kvpool.core.store.table_scan import scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
-from pdserve.kvpool.protocol.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Grant,
-    Pin,
-    Release,
-    Reply,
-    Request,
-    Welcome,
-)
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
-from pdserve.kvpool.transports.base import PageOutcome
-from pdserve.kvpool.transports.mapped import MappedPages
+from pdserve.kvpool.protocol.messages import Reply, Request
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.protocol.slot_table import TableLayout
+from tests.support.kvpool.table_model import Table
 
 
 class InprocNode:
@@ -72,7 +56,8 @@ class InprocNode:
         self.limits = limits
         # on a memory page, as tiers want it
         self.memory: Bytes1D = np.frombuffer(mmap.mmap(-1, layout.arena_bytes), dtype=np.uint8)
-        self.table = bytearray(layout.table_bytes)
+        self._table = Table(layout)
+        self.table = self._table.buffer
         self.paused = False
         self.stopped = False
         self._changed = threading.Condition()
@@ -113,10 +98,9 @@ class InprocNode:
         """Die without notice and come back on the same memory; every connection is broken."""
         self.close()
         with self._changed:
-            rows = self.layout.table_rows(self.table)
-            classes = self.layout.slab_class(self.table)
             self._start(self._namespaces.dump())
-            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
+            spaces = self._namespaces.numbers_of_spaces
+            contents = scan(self.layout, self._table.classes, self._table.rows, spaces)
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()
@@ -175,6 +159,18 @@ class InprocNode:
             if self._replies.pop(connection, None) is not None and not self.stopped:
                 self._feed(Disconnected(connection))
 
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """Pins, reserved bytes and open waits of all clients."""
+        with self._changed:
+            status = self.state.status(0, 0.0)
+        return status.pins, status.reserved_bytes, status.waiters
+
+    def check(self) -> None:
+        """Its books are in order."""
+        with self._changed:
+            self.state.check()
+
     def _check(self, connection: int) -> None:
         if self.stopped or connection not in self._replies:
             raise PoolUnavailable(f"pool node {self.name} went away")
@@ -187,21 +183,15 @@ class InprocNode:
         self._changed.notify_all()
 
     def _perform(self, event: Event, now_s: float) -> None:
-        rows = RowWriter(self.table, self.layout)
-        for action in self.state.handle(event, now_s):
+        actions = self.state.handle(event, now_s)
+        self._table.follow(actions)
+        for action in actions:
             if isinstance(action, Answer):
                 if action.connection in self._replies:
                     self._replies[action.connection][getattr(action.message, "id", 0)] = action.message
             elif isinstance(action, ReserveRows):
-                rows.reserve(action.slots, action.space)
                 for start, end in action.wipe:
                     self.memory[start:end] = 0
-            elif isinstance(action, CommitRows):
-                rows.commit(*msgspec.structs.astuple(action))
-            elif isinstance(action, FreeRows):
-                rows.free(action.slots)
-            elif isinstance(action, AssignSlab):
-                self.layout.slab_class(self.table)[action.slab] = action.slot_bytes
             elif isinstance(action, Close):
                 self._replies.pop(action.connection, None)
             elif type(action) in self._acts:
@@ -210,65 +200,3 @@ class InprocNode:
                 self._tiers.save_namespaces(action)
             else:
                 assert not isinstance(action, StartSend | StartReceive | CancelTransfers)
-
-
-class InprocConnector:
-    """Opens connections to nodes by address "inproc:NAME"."""
-
-    def __init__(self, nodes: Sequence[InprocNode], client: str = "inproc", *, checksum: bool = True) -> None:
-        self._nodes = {f"inproc:{node.name}": node for node in nodes}
-        self._client = client
-        self._checksum = checksum
-
-    def connect(self, address: str, deadline: float) -> InprocConnection:
-        """Raises PoolUnavailable, PoolRefused."""
-        node = self._nodes.get(address)
-        if node is None:
-            raise PoolRefused(f"there is no node at {address} in this process")
-        return InprocConnection(node, self._client, self._checksum)
-
-
-class InprocConnection:
-    """A `Connection` to a node in this process."""
-
-    def __init__(self, node: InprocNode, client: str, checksum: bool) -> None:
-        self._node = node
-        self._connection = node.connect(client)
-        self._pages = MappedPages(node.memory, node.table, node.layout, checksum)
-        self.is_mapped = True
-        self.welcome = Welcome(
-            PROTOCOL_VERSION,
-            node.name,
-            node.incarnation,
-            "",
-            "shm",
-            node.limits.lease_s,
-        )
-
-    def call(self, request: Request, deadline: float) -> Reply:
-        """See `Connection`."""
-        return self._node.call(self._connection, request, deadline)
-
-    def call_all(self, requests: Sequence[Request], deadline: float) -> list[Reply]:
-        """See `Connection`."""
-        return [self.call(request, deadline) for request in requests]
-
-    def post(self, message: Abort | Release) -> None:
-        """See `Connection`."""
-        self._node.post(self._connection, message)
-
-    def write_pages(
-        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
-    ) -> list[int]:
-        """See `Connection`."""
-        return self._pages.write(grants, pages, deadline)
-
-    def read_pages(
-        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
-    ) -> list[PageOutcome]:
-        """See `Connection`."""
-        return self._pages.read(pins, pages, deadline)
-
-    def close(self) -> None:
-        """See `Connection`."""
-        self._node.disconnect(self._connection)

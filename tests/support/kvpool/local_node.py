@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.transports.base import Connection
 from tests.support.kvpool.connectors import connect
-
-SOON_S = 20.0
+from tests.support.waiting import SOON_S
 
 
 class NodeLog(logging.FileHandler):
@@ -63,6 +63,14 @@ class LocalNode:
         except PdserveError as error:
             self._error = error
         ready.set()
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Call in the thread of its loop."""
+
+        async def call() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(SOON_S)
 
     def log(self) -> str:
         return self._log_path.read_text()

@@ -1,30 +1,24 @@
-"""Several real nodes in one process: real sockets, arenas and threads, one event loop in its own thread."""
+"""Several real nodes in one process that know each other as a test tells them."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.node.peers.gossip import Gossiper
+from pdserve.kvpool.protocol.cluster_messages import ClusterState
 from pdserve.kvpool.transports.base import Connection
 from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import get, open_namespace, put
-
-DEADLINE_S = 20.0
-
-
-def wait_for(what: Callable[[], bool], said: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {said}"
-        time.sleep(0.01)  # between looks
+from tests.support.waiting import until
 
 
 class Client(NamedTuple):
@@ -46,54 +40,34 @@ class Nodes:
     def __init__(self, directory: Path, **options: Any) -> None:
         self.directory = directory
         self.options = options
-        self.nodes: dict[str, PoolNode] = {}
-        self._serving: dict[str, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._locals: dict[str, LocalNode] = {}
 
-    def run(self, make: Callable[[], Any]) -> Any:
-        """Call in the loop's thread; awaits a coroutine."""
+    @property
+    def nodes(self) -> dict[str, PoolNode]:
+        return {name: one.node for name, one in self._locals.items()}
 
-        async def call() -> Any:
-            result = make()
-            return await result if asyncio.iscoroutine(result) else result
-
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(DEADLINE_S)
+    def run(self, name: str, work: Callable[[], Any]) -> Any:
+        """Call in the thread of this node's loop."""
+        return self._locals[name].run(work)
 
     def start(self, name: str, *, join: bool = True, **options: Any) -> PoolNode:
-        sizes = {
-            "capacity_bytes": 32 << 20,
-        }
-        config = PoolNodeConfig(
-            name=name,
-            listen=[f"unix:{self.directory}/{name}.sock"],
-            arena_dir=self.directory,
-            keep=False,
-            **(sizes | self.options | options),
-        )
-        node = self.nodes[name] = PoolNode(config)
-
-        async def serve() -> None:
-            self._serving[name] = asyncio.get_running_loop().create_task(node.serve())
-
-        self.run(serve)
-        wait_for(lambda: (self.directory / f"{name}.sock").exists(), f"{name} listens")
+        settings = {"capacity_bytes": 32 << 20, "arena_dir": self.directory, **self.options, **options}
+        started = self._locals[name] = LocalNode(PoolNodeConfig(name=name, **settings), self.directory)
         if join:
             self.tell()
-        return node
+        return started.node
 
     def tell(self) -> None:
         """Let everybody know what anybody knows."""
 
-        def exchange() -> None:
-            for _ in range(3):
-                states = [node.gossip.cluster.whole for node in self.nodes.values()]
-                for node in self.nodes.values():
-                    for state in states:
-                        node.gossip.apply(node.gossip.cluster.receive(state))
+        def hear(gossip: Gossiper, states: list[ClusterState]) -> None:
+            for state in states:
+                gossip.apply(gossip.cluster.receive(state))
 
-        self.run(exchange)
+        for _ in range(3):
+            states = [node.gossip.cluster.whole for node in self.nodes.values()]
+            for name, node in self.nodes.items():
+                self.run(name, partial(hear, node.gossip, states))
 
     def settle(self) -> None:
         """Wait until nothing moves any more and foreign pages are gone."""
@@ -105,27 +79,15 @@ class Nodes:
                 for node in self.nodes.values()
             )
 
-        wait_for(done, "all nodes have settled")
+        until(done, "all nodes have settled")
 
     def stop(self, name: str) -> None:
-        self.run(self.nodes[name].stop)
-        self.wait_ended(name)
-
-    def wait_ended(self, name: str) -> None:
-        del self.nodes[name]
-        serving = self._serving.pop(name)
-
-        async def ended() -> None:
-            await asyncio.wait_for(serving, DEADLINE_S)
-
-        self.run(ended)
+        self._locals.pop(name).close()
 
     def close(self) -> None:
-        for name, node in list(self.nodes.items()):
-            self.run(node.state.check)
+        for name, node in self.nodes.items():
+            self.run(name, node.state.check)
             self.stop(name)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(DEADLINE_S)
 
     # --- looking
 
@@ -134,7 +96,7 @@ class Nodes:
         return Ring(node.gossip.view.nodes, node.gossip.view.epoch)
 
     def counters(self, name: str) -> dict[str, int]:
-        return self.run(lambda: self.nodes[name].state.status(0, 0.0).counters)
+        return self.run(name, lambda: self.nodes[name].state.status(0, 0.0).counters)
 
     def holders(self, key: bytes) -> list[str]:
         return [name for name, node in self.nodes.items() if node.state.store.find(1, key) >= 0]

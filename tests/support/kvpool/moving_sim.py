@@ -6,9 +6,7 @@ determines a run.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
-import random
 from collections.abc import Callable, Sequence
 
 from pdserve.errors import PoolRefused
@@ -39,6 +37,7 @@ from pdserve.kvpool.core.sharding.replicas import Replicas
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, ClusterState, View
+from tests.support.kvpool.cluster_sim import Timeline
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key
 
 PAGE = 4 * KIB
@@ -320,42 +319,26 @@ class Fetch:
         self.over = True
 
 
-class Sim:
+class Sim(Timeline):
     """`loss`: the share of messages that are lost."""
 
     def __init__(self, seed: int, nodes: int, *, loss: float = 0.0, slabs: int = 16) -> None:
-        self.rng = random.Random(seed)
-        self.now_s = 0.0
+        super().__init__(seed)
         self.loss = 0.0
         self.nodes: dict[str, SimNode] = {}
         self.written: set[int] = set()
         self.steady: set[int] = set()  # written while nothing moved: to be found at any moment from then on
         self.reads = self.missed = 0
         self._slabs = slabs
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
         self._last_key = 0
         for _ in range(nodes):
             self.join()
         self.settle()
         self.loss = loss
 
-    # --- time and network
-
-    def after(self, seconds: float, work: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now_s + seconds, next(self._order), work))
-
     def carry(self, work: Callable[[], None]) -> None:
         if self.rng.random() >= self.loss:
             self.after(0.001 + 0.05 * self.rng.random() ** 3, work)
-
-    def run(self, seconds: float) -> None:
-        end_s = self.now_s + seconds
-        while self._queue and self._queue[0][0] <= end_s:
-            self.now_s, _, work = heapq.heappop(self._queue)
-            work()
-            self.check()
-        self.now_s = end_s
 
     # --- what happens to nodes
 

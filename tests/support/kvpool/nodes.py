@@ -7,7 +7,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.errors import PdserveError, PoolError
+from pdserve.errors import PdserveError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import decode_reply, encode_frame
 from pdserve.kvpool.transports.base import OK, Connection
 from pdserve.kvpool.transports.control import make_hello
-from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.pools import ProcessPool, arena_dir
+from tests.support.waiting import soon
 
 KIB = 1024
 
@@ -39,10 +38,6 @@ StartProcess = Callable[..., ProcessPool]
 def small_config(**options: Any) -> PoolNodeConfig:
     usual = {"name": "node", "arena_dir": arena_dir(), "capacity_bytes": 16 << 20, "max_client_share": 1.0}
     return PoolNodeConfig(**usual | options)
-
-
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
 
 
 def page_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -89,16 +84,6 @@ def get(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
 def keys(count: int, seed: int = 1) -> list[bytes]:
     rng = np.random.default_rng(seed)
     return [rng.bytes(32) for _ in range(count)]
-
-
-def connect_when_ready(address: str) -> Connection:
-    deadline = soon()
-    while True:
-        try:
-            return connect(address, soon(2))
-        except PoolError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 def start_fails(**options: Any) -> str:

@@ -106,6 +106,10 @@ class Node:
         self.until(lambda: keys <= {one.key for one in self.found})
 
 
+MakeNode = Callable[..., Node]
+"""By name, endpoint, URL of the bucket and options; see the fixture `nodes` of tests/kvpool/tiers/object."""
+
+
 @contextmanager
 def moto_bucket() -> Iterator[str]:
     """The address of a real S3 server with an empty bucket."""

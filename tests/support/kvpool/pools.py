@@ -1,86 +1,22 @@
-"""Nodes to run the transport contract against: in this process, or as real `pdserve pool serve` processes."""
+"""Nodes as real `pdserve pool serve` processes, made of a configuration."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.protocol.messages import DataPathChoice
-from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.transports.base import Connection
 from pdserve.security.tokens import reveal_secret
-from tests.support.kvpool.inproc import InprocConnector, InprocNode
 from tests.support.kvpool.node_processes import NodeProcess
 
 KIB = 1024
-
-
-class Pool(Protocol):
-    """One node under test."""
-
-    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection: ...
-
-    def flip_bit(self, offset: int) -> None:
-        """Damage the arena behind everybody's back."""
-        ...
-
-    def pause(self) -> None:
-        """Let the node do nothing until `resume`."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def kill(self) -> None:
-        """Let the node die without notice."""
-        ...
-
-    def restart(self) -> None:
-        """After `kill`: the next incarnation on the same memory."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class InprocPool:
-    """The node is an object."""
-
-    def __init__(self, config: PoolNodeConfig) -> None:
-        limits = Limits(config.lease_s, config.lease_s, config.lease_s)
-        layout = TableLayout(config.capacity, config.slab, MIN_SLOT_BYTES)
-        self.node = InprocNode(config.name, layout, limits, config)
-
-    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
-        connector = InprocConnector([self.node], checksum=checksum)
-        return connector.connect(f"inproc:{self.node.name}", time.monotonic() + timeout_s)
-
-    def flip_bit(self, offset: int) -> None:
-        self.node.memory[offset] ^= 1
-
-    def pause(self) -> None:
-        self.node.paused = True
-
-    def resume(self) -> None:
-        self.node.paused = False
-
-    def kill(self) -> None:
-        self.node.stop()
-
-    def restart(self) -> None:
-        self.node.restart()
-
-    def close(self) -> None:
-        self.node.close()
-        self.node.state.check()
 
 
 class ProcessPool(NodeProcess):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -13,7 +12,8 @@ import numpy as np
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.transports.base import Connection
-from tests.support.kvpool.pools import KIB, Pool
+from tests.support.kvpool.pools import KIB, ProcessPool
+from tests.support.waiting import soon
 
 R = TypeVar("R")
 
@@ -29,10 +29,6 @@ _ids = itertools.count(1)
 
 
 TIMEOUT_S = 10.0
-
-
-def soon(seconds: float = TIMEOUT_S) -> float:
-    return time.monotonic() + seconds
 
 
 def keys(count: int, seed: int = 0) -> list[bytes]:
@@ -116,7 +112,7 @@ class Client:
 
 @contextmanager
 def client(
-    pool: Pool, name: str, *, layout: list[int] | None = None, checksum: bool = True
+    pool: ProcessPool, name: str, *, layout: list[int] | None = None, checksum: bool = True
 ) -> Iterator[Client]:
     connection = pool.connect(checksum=checksum)
     try:
@@ -124,14 +120,6 @@ def client(
     finally:
         connection.close()
         connection.close()  # idempotent
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    """For what another process does in its own time."""
-    deadline = soon()
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 # HiCache's page layouts: one block; K and V (page_first_direct); K and V of each layer (layer_first)

@@ -16,11 +16,12 @@ LAYOUT = TableLayout(4 * 64 * KIB, 64 * KIB, 4 * KIB)
 class Table:
     """A table that follows a Node's actions, as the shell would write it."""
 
-    def __init__(self) -> None:
-        self.buffer = bytearray(LAYOUT.table_bytes)
-        self.rows = LAYOUT.table_rows(self.buffer)
-        self.classes = LAYOUT.slab_class(self.buffer)
-        self.writer = RowWriter(self.buffer, LAYOUT)
+    def __init__(self, layout: TableLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.buffer = bytearray(layout.table_bytes)
+        self.rows = layout.table_rows(self.buffer)
+        self.classes = layout.slab_class(self.buffer)
+        self.writer = RowWriter(self.buffer, layout)
         self.namespaces = ""
 
     def follow(self, actions: list[Action]) -> None:
@@ -37,7 +38,7 @@ class Table:
                 self.namespaces = action.text
 
     def scan(self) -> TableContents:
-        return scan(LAYOUT, self.classes, self.rows, self.spaces)
+        return scan(self.layout, self.classes, self.rows, self.spaces)
 
     @property
     def spaces(self) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import tempfile
 import threading
@@ -29,12 +28,7 @@ from pdserve.kvpool.tiers.base import (
     TierSettings,
     padded,
 )
-
-KIB = 1024
-
-
-def key(n: int) -> bytes:
-    return hashlib.sha256(n.to_bytes(8, "little")).digest()
+from tests.support.kvpool.node_model import KIB, key
 
 
 def memory(length: int) -> PageMemory:

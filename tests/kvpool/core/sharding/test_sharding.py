@@ -263,9 +263,6 @@ def test_pushed_pages_displace_a_share_of_those_here_and_no_more() -> None:
     assert taken == allowed
 
 
-# --- dropping
-
-
 # --- tiers below memory
 
 

@@ -370,3 +370,16 @@ def test_hints_leave_most_of_what_may_be_under_way_to_reads() -> None:
         rig.load()
     hint(rig, 1)
     assert not rig.loads
+
+
+def test_places_are_told_to_those_who_ask_by_the_kind_of_the_tier() -> None:
+    rig = Rig(SSD, TierSpec("object:/secret", "object", 1 << 30))
+    rig.put(*range(12))
+    rig.drain()
+    rig.put(*range(20, 32))  # of 16 in memory the first go
+    names = [key(k) for k in (0, 31, 99)]
+    told = rig.node.ask(rig.c, m.Exists(9, rig.ns, names, places=True), m.Present)
+    assert (list(told.places), told.tiers) == ([2, m.IN_MEMORY, m.NOWHERE], ["ssd", "object"])
+    assert told.mask == b"\1\1\0"
+    plain = rig.node.ask(rig.c, m.Exists(9, rig.ns, names), m.Present)
+    assert (plain.places, plain.tiers) == (b"", [])

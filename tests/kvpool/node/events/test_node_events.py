@@ -15,7 +15,8 @@ from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.node.events import feed
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.kv_events import block_hash, object_key
-from tests.support.kvpool.nodes import Start, keys, open_namespace, put, soon
+from tests.support.kvpool.nodes import Start, keys, open_namespace, put
+from tests.support.waiting import soon
 
 SOON_S = 20.0
 

@@ -13,7 +13,8 @@ import pytest
 from pdserve.discovery import dns
 from pdserve.discovery.dns import DnsWatch
 from pdserve.kvpool.node.peers import joining
-from tests.support.kvpool.clustered import ring, running, until
+from tests.support.kvpool.clustered import ring, running
+from tests.support.waiting import until_in_loop
 
 
 class Names:
@@ -45,9 +46,9 @@ async def test_nodes_find_each_other_by_the_addresses_of_one_name(
     async with running(tmp_path, "a", **names.node("127.0.0.1", f"tcp:localhost:{names.port}")) as a:
         names.addresses += ["127.0.0.2", "127.0.0.9"]  # nobody is at the last one
         async with running(tmp_path, "b", **names.node("127.0.0.2")) as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
+            await until_in_loop(lambda: ring(a) == ring(b) == "ab")
             assert a.gossip.joining.seeds.keys() <= {f"tcp:127.0.0.{i}:{names.port}" for i in (1, 2, 9)}
         names.addresses = ["127.0.0.1", "127.0.0.3"]
         async with running(tmp_path, "c", **names.node("127.0.0.3")) as c:
-            await until(lambda: ring(a)[-1] == "c" and "c" in ring(c))
-            await until(lambda: f"tcp:127.0.0.2:{names.port}" not in a.gossip.joining.seeds)
+            await until_in_loop(lambda: ring(a)[-1] == "c" and "c" in ring(c))
+            await until_in_loop(lambda: f"tcp:127.0.0.2:{names.port}" not in a.gossip.joining.seeds)

@@ -7,9 +7,11 @@ import contextlib
 import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -36,26 +38,27 @@ from pdserve.kvpool.protocol.cluster_messages import (
 )
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.control import make_hello
-from tests.support.kvpool.clustered import (
-    HANGS_S,
-    QUIET,
-    Processes,
-    config_of,
-    ring,
-    running,
-    status_of,
-    until,
-)
+from tests.support.command import pdserve_here
+from tests.support.kvpool.clustered import QUIET, Pool, config_of, process, ring, running, status_of
 from tests.support.kvpool.connectors import fetch_status
+from tests.support.kvpool.nodes import PAGE_BYTES, page_of, small_config
 from tests.support.kvpool.nodes import keys as some_keys
-from tests.support.kvpool.nodes import page_of, small_config, soon
-from tests.support.kvpool.pools import ProcessPool
+from tests.support.kvpool.pools import ProcessPool, remove_arena_dir
+from tests.support.waiting import SOON_S, soon, until, until_in_loop
 
 # --- processes
 
 
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path, process)
+    yield made
+    made.close()
+    remove_arena_dir()
+
+
 def test_a_node_that_is_killed_or_paused_is_dead_for_all_until_it_is_back_and_blames_nobody(
-    processes: Processes,
+    processes: Pool,
 ) -> None:
     processes.start("a", "b", "c")
     processes.until("abc")
@@ -76,16 +79,33 @@ def test_a_node_that_is_killed_or_paused_is_dead_for_all_until_it_is_back_and_bl
         node.close()
 
 
-def start_alone(processes: Processes, name: str, peers: str, **options: Any) -> ProcessPool:
+def start_alone(processes: Pool, name: str, peers: str, **options: Any) -> ProcessPool:
     cluster = ClusterConfig(peers=[f"unix:{processes.directory}/{peer}.sock" for peer in peers])
     config = small_config(name=name, cluster=cluster, **options)
-    processes.nodes[name] = ProcessPool(config, processes.directory, "shm")
-    return processes.nodes[name]
+    node = processes.nodes[name] = process(config, processes.directory)
+    return node
+
+
+def test_a_drained_node_gives_all_its_pages_away_and_stops_by_itself(processes: Pool) -> None:
+    kept, drained = start_alone(processes, "a", ""), start_alone(processes, "b", "a", stop_when_drained=True)
+    processes.until("ab")
+    refs = [PoolNodeRef(node="a", address=kept.address)]
+    client, wanted = PoolClient(PoolClientConfig(nodes=refs), "ns", {"a": "b"}), some_keys(200)
+    assert all(client.put(wanted, [[page_of(key)] for key in wanted]))
+    assert drained.status().pages > 20
+    done = pdserve_here("pool", "drain", drained.address, "--json")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not drained.runs, "it stops by itself")
+    found = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
+    assert client.get(wanted, found) == [True] * len(wanted), "no page is lost"
+    assert all(np.array_equal(page, page_of(key)) for [page], key in zip(found, wanted, strict=True))
+    client.close()
+    kept.close()
 
 
 @pytest.mark.extended
 def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alone(
-    processes: Processes,
+    processes: Pool,
 ) -> None:
     seed, member = start_alone(processes, "a", ""), start_alone(processes, "b", "a")
     processes.until("ab")
@@ -103,7 +123,7 @@ def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alon
 
 @pytest.mark.extended
 def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_ring(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
+    processes: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the command waits for pages that move, and here they move for longer than its deadline
     monkeypatch.setattr("pdserve.kvpool.admin.upgrade.has_settled", lambda report: True)
@@ -130,14 +150,11 @@ def drain_and_upgrade(node: ProcessPool, status: int) -> None:
 
 
 def until_status(node: ProcessPool, status: int) -> None:
-    deadline = soon(HANGS_S)
-    while True:
+    def own() -> int:
         report = fetch_status(node.address, soon())
-        own = next(member.status for member in report.members if member.node == report.node)
-        if own == status:
-            return
-        assert time.monotonic() < deadline, own
-        time.sleep(0.02)  # between looks
+        return next(member.status for member in report.members if member.node == report.node)
+
+    until(lambda: own() == status)
 
 
 # --- in this process
@@ -162,9 +179,9 @@ async def test_nodes_that_start_at_once_find_together(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         starting = [running(tmp_path, name, peers="abcd") for name in "abcd"]
         nodes = await asyncio.gather(*(stack.enter_async_context(one) for one in starting))
-        await until(lambda: {ring(n) for n in nodes} == {"abcd"})
-        await until(lambda: len({n.gossip.cluster.digest for n in nodes}) == 1)
-        await until(lambda: all(n.gossip.cluster.settled for n in nodes))
+        await until_in_loop(lambda: {ring(n) for n in nodes} == {"abcd"})
+        await until_in_loop(lambda: len({n.gossip.cluster.digest for n in nodes}) == 1)
+        await until_in_loop(lambda: all(n.gossip.cluster.settled for n in nodes))
 
 
 def test_a_peer_that_hangs_or_is_no_node_does_not_keep_a_node_from_serving(tmp_path: Path) -> None:
@@ -182,7 +199,7 @@ def test_a_peer_that_hangs_or_is_no_node_does_not_keep_a_node_from_serving(tmp_p
 
 async def test_a_node_that_finds_nobody_goes_on_looking(tmp_path: Path) -> None:
     async with running(tmp_path, "a", peers="b") as a, running(tmp_path, "b") as b:
-        await until(lambda: ring(a) == ring(b) == "ab")
+        await until_in_loop(lambda: ring(a) == ring(b) == "ab")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +220,7 @@ async def test_a_node_that_does_not_belong_is_refused_and_says_why(
         options["arena_dir"] = tmp_path / "other"
     name = options.pop("name")
     async with running(tmp_path, "a") as a, running(tmp_path, "b", peers="a") as b:
-        await until(lambda: ring(a) == ring(b) == "ab")
+        await until_in_loop(lambda: ring(a) == ring(b) == "ab")
         config = config_of(tmp_path, name, "a", **{k: v for k, v in options.items() if k != "arena_dir"})
         config = replace(config, arena_dir=options.get("arena_dir", config.arena_dir))
         with pytest.raises(StartupError) as error:
@@ -225,7 +242,7 @@ async def test_a_node_whose_clock_among_its_peers_ends_does_not_go_on_without(
 
     monkeypatch.setattr(node.gossip.cluster, "tidy", bug)
     with pytest.raises(NodeFailed, match="among its peers"):
-        await asyncio.wait_for(node.serve(), HANGS_S)
+        await asyncio.wait_for(node.serve(), SOON_S)
 
 
 async def test_of_two_nodes_of_one_name_that_meet_later_one_ends(
@@ -238,12 +255,12 @@ async def test_of_two_nodes_of_one_name_that_meet_later_one_ends(
             larger.setattr("pdserve.kvpool.node.node.secrets.randbits", lambda bits: 1 << bits)
             second = PoolNode(two)
         serving = asyncio.ensure_future(second.serve())
-        await until(lambda: second.gossip._detector is not None)
+        await until_in_loop(lambda: second.gossip._detector is not None)
         async with running(tmp_path, "b", "a") as b:  # a's friend now, and the second one's peer
             with pytest.raises(StartupError, match="has the name a"):
                 await asyncio.wait_for(serving, 10)
             first = f"unix:{tmp_path}/a.sock"
-            await until(lambda: next(n.address for n in b.gossip.view.nodes) == first)
+            await until_in_loop(lambda: next(n.address for n in b.gossip.view.nodes) == first)
 
 
 async def test_only_nodes_may_gossip(tmp_path: Path) -> None:
@@ -279,7 +296,7 @@ async def test_nodes_come_in_where_clients_have_taken_every_place(tmp_path: Path
     async with running(tmp_path, "a", max_connections=1) as a:
         client = await AsyncControl.connect(a.config.address, make_hello("test", "", "none"))
         async with running(tmp_path, "b", peers="a") as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
+            await until_in_loop(lambda: ring(a) == ring(b) == "ab")
         client.close()
 
 
@@ -294,9 +311,9 @@ async def test_a_change_goes_to_all_at_once(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         starting = [running(tmp_path, n, peers="a", cluster=QUIET) for n in "abc"]
         a, b, c = [await stack.enter_async_context(one) for one in starting]
-        await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
+        await until_in_loop(lambda: ring(a) == ring(b) == ring(c) == "abc")
         publish(b, NamespaceRecord("ns", 1, 1, {}))
-        await until(lambda: all(node.gossip.cluster.registry.get("ns") for node in (a, c)))
+        await until_in_loop(lambda: all(node.gossip.cluster.registry.get("ns") for node in (a, c)))
 
 
 async def test_a_clean_stop_is_a_loss_that_is_noticed_at_once(tmp_path: Path) -> None:
@@ -304,37 +321,37 @@ async def test_a_clean_stop_is_a_loss_that_is_noticed_at_once(tmp_path: Path) ->
     patient = {"ping_timeout_s": 4.0}
     async with running(tmp_path, "a", cluster=patient) as a:
         async with running(tmp_path, "b", peers="a", cluster=patient):
-            await until(lambda: ring(a) == "ab")
+            await until_in_loop(lambda: ring(a) == "ab")
         start_s = time.monotonic()
-        await until(lambda: status_of(a, "b") == DEAD)
+        await until_in_loop(lambda: status_of(a, "b") == DEAD)
         assert time.monotonic() - start_s < patient["ping_timeout_s"], "two pings were refused"
         assert ring(a) == "a"
 
 
 async def test_a_leaving_node_has_left_once_the_mover_of_the_other_is_done(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as a, running(tmp_path, "b", peers="a") as b:
-        await until(lambda: ring(a) == ring(b) == "ab" and b.gossip.cluster.settled)
+        await until_in_loop(lambda: ring(a) == ring(b) == "ab" and b.gossip.cluster.settled)
         a.gossip.on_change.clear()  # its mover hears of nothing
         b.gossip.leave()
-        await until(lambda: ring(a) == "a")
+        await until_in_loop(lambda: ring(a) == "a")
         assert [n.node for n in a.gossip.view.previous] == ["a", "b"]
         await asyncio.sleep(0.2)
         assert status_of(b, "b") != LEFT
         a.gossip.settle(a.gossip.view.epoch)
-        await until(lambda: status_of(b, "b") == LEFT == status_of(a, "b"))
+        await until_in_loop(lambda: status_of(b, "b") == LEFT == status_of(a, "b"))
         assert a.gossip.view.previous == []
 
 
 async def test_a_namespace_published_at_one_node_is_known_at_all_however_many(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         a, b, c = [await stack.enter_async_context(running(tmp_path, n, peers="a")) for n in "abc"]
-        await until(lambda: {ring(n) for n in (a, b, c)} == {"abc"})
+        await until_in_loop(lambda: {ring(n) for n in (a, b, c)} == {"abc"})
         heard: list[NamespaceRecord] = []
         c.gossip.on_namespaces.append(heard.extend)
         geometry = {"layout": "x" * 20_000}
         for number in range(80):  # 1.6 MB: more than one message takes
             publish(b, NamespaceRecord(f"ns{number}", 1, 1, geometry))
-        await until(lambda: len(heard) == 80)
-        await until(lambda: len({n.gossip.cluster.digest for n in (a, b, c)}) == 1)
+        await until_in_loop(lambda: len(heard) == 80)
+        await until_in_loop(lambda: len({n.gossip.cluster.digest for n in (a, b, c)}) == 1)
         async with running(tmp_path, "d", peers="a") as d:
-            await until(lambda: len(d.gossip.cluster.registry) == 80)
+            await until_in_loop(lambda: len(d.gossip.cluster.registry) == 80)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,8 @@ import pytest
 from pdserve.kvpool.node.peers import peer_link
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.moving_nodes import Client, Nodes
-from tests.support.kvpool.nodes import PAGE_BYTES, keys, soon
+from tests.support.kvpool.nodes import keys
+from tests.support.waiting import soon
 
 NAMES = ("n0", "n1", "n2")
 
@@ -64,23 +64,6 @@ def test_what_is_written_at_one_node_is_at_its_owners_when_it_is_acknowledged(po
     pool.settle()
 
 
-def test_a_page_of_another_node_comes_once_for_all_who_read_it(pool: Nodes) -> None:
-    wanted = owned(pool, 90)["n1"]
-    with pool.client("n1") as client:
-        assert client.put(wanted) == wanted
-    together = threading.Barrier(6)
-
-    def read(_: int) -> list[bytes]:
-        with pool.client("n0") as client:
-            together.wait(20)
-            return client.get(wanted)
-
-    with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(read, range(6))) == [wanted] * 6
-    assert pool.counters("n0")["pages_fetched"] == len(wanted)
-    assert all(pool.holders(key) == ["n0", "n1"] for key in wanted)
-
-
 def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_is_dropped_there(pool: Nodes) -> None:
     wanted = owned(pool, 60)["n1"]
     with pool.client("n1") as writer, pool.client("n0") as client:
@@ -89,7 +72,7 @@ def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_is_dropped_there(pool
         store = owner.state.store
         place = store.slots.offset(store.find(writer.namespace, wanted[0]))
         damaged = owner.arena.memory[place] ^ 1
-        pool.run(lambda: owner.arena.memory.__setitem__(place, damaged))
+        owner.arena.memory[place] = damaged
         assert client.get(wanted) == wanted[1:]
         assert pool.holders(wanted[0]) == []
         assert pool.counters("n0")["pages_fetched"] == len(wanted) - 1
@@ -132,7 +115,7 @@ def test_a_node_that_is_gone_costs_misses_of_its_pages_and_a_short_time(pool: No
     with pool.client("n0") as client:
         every = [key for own in wanted.values() for key in own]
         assert client.put(every) == every
-        pool.run(pool.nodes["n0"].fetcher.drop_links)
+        pool.run("n0", pool.nodes["n0"].fetcher.drop_links)
         kept = [key for key in every if "n0" in pool.holders(key)]
         assert kept == every  # replicas of what it wrote
         fresh = owned(pool, 60, seed=2)
@@ -144,21 +127,6 @@ def test_a_node_that_is_gone_costs_misses_of_its_pages_and_a_short_time(pool: No
         assert client.get([*fresh["n1"], *fresh["n2"]]) == fresh["n2"]
         assert exists(client, fresh["n1"]) == bytes(len(fresh["n1"]))
         assert time.monotonic() - begun_s < 5
-
-
-def test_what_is_fetched_makes_room_first(pool: Nodes) -> None:
-    """The working set of a node's own pages does not suffer from what its clients read elsewhere."""
-    capacity = 32 << 20
-    own = owned(pool, 3 * capacity // PAGE_BYTES, seed=3)
-    half = own["n0"][: capacity // PAGE_BYTES // 2]
-    with pool.client("n0") as client, pool.client("n1") as other:
-        assert client.put(half) == half
-        for start in range(0, len(own["n1"]), 128):
-            some = own["n1"][start : start + 128]
-            other.put(some)
-            client.get(some)
-        assert pool.counters("n0")["pages_fetched"] > capacity // PAGE_BYTES // 2
-        assert client.get(half) == half
 
 
 def test_what_is_erased_at_one_node_is_left_at_none(pool: Nodes) -> None:

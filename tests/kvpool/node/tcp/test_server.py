@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.node.tcp import listener, server
 from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES, WITHDRAWN
-from tests.support.kvpool.clients import until
 from tests.support.kvpool.tcp_server import Peer, RunningServer, dial, running
 from tests.support.suite.extended import examples
+from tests.support.waiting import until
 
 KIB = 1024
 MIB = 1 << 20

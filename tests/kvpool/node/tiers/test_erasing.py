@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pdserve.kvpool.client.client import PoolClient
 from tests.support.command import pdserve_here
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
 from tests.support.kvpool.tier_tools import KIB, contents, key
+from tests.support.waiting import until
 
 PAGE = 60 * KIB
 MIB = KIB * KIB
@@ -57,13 +57,6 @@ class Searched:
                 return await question(pool)
 
         return asyncio.run(asking())
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
+from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.protocol.messages import StatusReport
-from tests.support.kvpool.connectors import fetch_status
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena, remove_arena_dir
+from tests.support.kvpool.node_processes import client_of
+from tests.support.kvpool.nodes import StartProcess, start_fails
+from tests.support.kvpool.pools import arena_dir, remove_arena, remove_arena_dir
 from tests.support.kvpool.tier_tools import KIB, contents, key
-from tests.support.processes import HarnessError
+from tests.support.waiting import until
 
 PAGE = 60 * KIB
 MIB = KIB * KIB
@@ -28,71 +25,36 @@ MIB = KIB * KIB
 class Rig:
     """A node of 4 MiB (64 pages) over two SSD tiers of 32 MiB each."""
 
-    def __init__(self, directory: Path, write: Literal["cold", "all"] = "cold") -> None:
-        self.directory = directory
+    def __init__(self, start: StartProcess, directory: Path) -> None:
+        options = {"segment_bytes": "2MiB"}
+        self.tiers = [
+            TierConfig(kind="ssd", path=directory / name, capacity_bytes=32 * MIB, options=options)
+            for name in ("ssd", "far")
+        ]
         self.filled = 0
-        self.config = PoolNodeConfig(
-            name="tiers",
-            arena_dir=arena_dir(),
-            capacity_bytes=4 * MIB,
-            max_client_share=1.0,
-            promotion_timeout_s=5.0,
-            tiers=[
-                TierConfig(
-                    kind="ssd",
-                    path=directory / "ssd",
-                    capacity_bytes=32 * MIB,
-                    write=write,
-                    options={"segment_bytes": "2MiB"},
-                ),
-                TierConfig(
-                    kind="ssd",
-                    path=directory / "far",
-                    capacity_bytes=32 * MIB,
-                    options={"segment_bytes": "2MiB"},
-                ),
-            ],
-        )
-        self.pool = self.start()
-
-    def start(self) -> ProcessPool:
-        return ProcessPool(self.config, self.directory, "shm")
+        self.pool = start(capacity_bytes=4 * MIB, promotion_timeout_s=5.0, tiers=self.tiers)
 
     def reboot(self) -> None:
         """Everything in memory is gone."""
         self.pool.kill()
-        remove_arena(self.config)
+        remove_arena(self.pool.config)
         self.pool.restart()
 
-    def status(self) -> StatusReport:
-        return fetch_status(self.pool.address, time.monotonic() + 5)
-
     def until(self, condition: Callable[[StatusReport], bool]) -> StatusReport:
-        deadline = time.monotonic() + 20
-        while not condition(report := self.status()):
-            assert time.monotonic() < deadline, report
-            time.sleep(0.02)
-        return report
+        until(lambda: condition(self.pool.status()))
+        return self.pool.status()
 
     def until_stored(self, pages: int) -> None:
         self.until(lambda report: report.tiers[0].counters["stored"] >= pages)
 
-    def client(self, namespace: str = "ns") -> PoolClient:
-        nodes = [PoolNodeRef(node="tiers", address=self.pool.address)]
-        config = PoolClientConfig(nodes=nodes, data_path="shm", get_timeout_s=20.0, put_timeout_s=20.0)
-        return PoolClient(config, namespace, {"g": "1"}, name="test")
-
-    def close(self) -> None:
-        self.pool.kill()
-        remove_arena(self.config)
-        remove_arena_dir()
+    def client(self) -> PoolClient:
+        config = client_of([self.pool], get_timeout_s=20.0, put_timeout_s=20.0)
+        return PoolClient(config, "ns", {"g": "1"}, name="test")
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
-    yield made
-    made.close()
+def rig(start_process: StartProcess, tmp_path: Path) -> Rig:
+    return Rig(start_process, tmp_path)
 
 
 def put(client: PoolClient, numbers: range) -> None:
@@ -125,10 +87,10 @@ def fill(rig: Rig, client: PoolClient, pages: int) -> None:
         rig.until_stored(rig.filled - 52)
 
 
-def flip_bits(rig: Rig, numbers: range) -> int:
+def flip_bits(directory: Path, numbers: range) -> int:
     """Flip a bit of each copy of these pages on the SSD; how many."""
     flipped = 0
-    for path in sorted((rig.directory / "ssd").glob("*.seg")):
+    for path in sorted((directory / "ssd").glob("*.seg")):
         data = bytearray(path.read_bytes())
         for n in numbers:
             at = data.find(contents(n, PAGE)[1000:1064].tobytes())
@@ -140,7 +102,7 @@ def flip_bits(rig: Rig, numbers: range) -> int:
 
 
 def test_pages_beyond_memory_are_served_from_ssd_also_after_a_stop_and_a_damaged_one_is_a_miss(
-    rig: Rig,
+    rig: Rig, tmp_path: Path
 ) -> None:
     client = rig.client()
     fill(rig, client, 256)
@@ -149,7 +111,7 @@ def test_pages_beyond_memory_are_served_from_ssd_also_after_a_stop_and_a_damaged
     assert stored.counters["promoted"] > 100
     client.close()
     rig.pool.close()  # keep = false: the arena goes
-    flipped = flip_bits(rig, range(0, 150, 10))
+    flipped = flip_bits(tmp_path, range(0, 150, 10))
     assert flipped >= 10
     rig.pool.restart()
     client = rig.client()
@@ -158,7 +120,7 @@ def test_pages_beyond_memory_are_served_from_ssd_also_after_a_stop_and_a_damaged
     assert "not sealed" not in rig.pool.log()
     assert sum(client.exists([key(n) for n in range(200)])) >= 190
     assert 190 - flipped <= get(client, range(200)) <= 200 - flipped
-    assert rig.status().counters["promotions_failed"] == flipped
+    assert rig.pool.status().counters["promotions_failed"] == flipped
     client.close()
 
 
@@ -167,18 +129,17 @@ def test_what_a_killed_node_had_not_stored_yet_is_stored_after_its_restart_and_o
 ) -> None:
     def check(hits: int, from_tier: int) -> None:
         assert get(client, range(24)) == 24
-        [space] = rig.status().namespaces
+        [space] = rig.pool.status().namespaces
         counted = (space.hits, space.counters["hits_below"], client.counters.pages_ssd)
         assert counted == (hits, from_tier, from_tier)
 
     client = rig.client()
     put(client, range(24))
     client.close()
-    assert rig.status().tiers[0].counters["stored"] == 0  # below the watermark
+    assert rig.pool.status().tiers[0].counters["stored"] == 0  # below the watermark
     rig.pool.kill()
-    every = TierConfig(**{**msgspec.structs.asdict(rig.config.tiers[0]), "write": "all"})
-    rig.config = msgspec.structs.replace(rig.config, tiers=[every, *rig.config.tiers[1:]])
-    rig.pool = rig.start()
+    first, second = rig.tiers
+    rig.pool.restart(tiers=[replace(first, write="all"), second])
     rig.until_stored(24)
     rig.reboot()
     rig.until(lambda report: report.tiers[0].pages == 24)
@@ -204,11 +165,6 @@ def test_what_leaves_the_first_tier_goes_to_the_second(rig: Rig) -> None:
 
 def test_a_tier_that_cannot_be_used_is_an_error_in_one_line(tmp_path: Path) -> None:
     tier = TierConfig(kind="ssd", path=tmp_path / "t", capacity_bytes=1 << 30, options={"direkt": True})
-    sizes = {"capacity_bytes": 4 * MIB}
-    config = PoolNodeConfig(name="bad", arena_dir=arena_dir(), tiers=[tier], **sizes)
-    with pytest.raises(HarnessError) as caught:
-        ProcessPool(config, tmp_path, "shm")
-    [line] = (tmp_path / "bad.log").read_text().strip().splitlines()
-    assert "direkt" in line, str(caught.value)
-    assert not (arena_dir() / "bad").exists()
-    shutil.rmtree(arena_dir(), ignore_errors=True)
+    assert "direkt" in start_fails(tiers=[tier])
+    assert not (arena_dir() / "second").exists()
+    remove_arena_dir()

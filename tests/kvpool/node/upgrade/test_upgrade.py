@@ -9,8 +9,7 @@ import random
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
+from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.upgrade import upgrader
 from pdserve.kvpool.node.upgrade.upgrader import Start
 from pdserve.kvpool.protocol import messages as m
@@ -31,31 +30,16 @@ from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from tests.support.command import pdserve_here
 from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import key
-from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena, remove_arena_dir
+from tests.support.kvpool.nodes import StartProcess
+from tests.support.kvpool.pools import KIB, ProcessPool
 from tests.support.suite.extended import extended
+from tests.support.waiting import soon, until
 
 pytestmark = pytest.mark.long
 
 PAGE_BYTES = 64 * KIB
+ROOM_BYTES = 64 << 20
 SOON_S = 60.0
-
-
-@pytest.fixture
-def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
-    made: list[ProcessPool] = []
-
-    def make(data_path: str = "shm", **options: Any) -> ProcessPool:
-        settings = {"capacity_bytes": 64 << 20, "max_client_share": 1.0, **options}
-        settings = {"name": "node", **settings}
-        config = PoolNodeConfig(arena_dir=arena_dir(), **settings)
-        made.append(ProcessPool(config, tmp_path, data_path))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.kill()
-        remove_arena(node.config)
-    remove_arena_dir()
 
 
 def client_of(node: ProcessPool) -> PoolClient:
@@ -114,10 +98,10 @@ class Load:
 
     def progress(self) -> None:
         """Wait until every thread has made two more rounds."""
-        before, deadline = list(self.rounds), time.monotonic() + SOON_S
-        while any(now < then + 2 for now, then in zip(self.rounds, before, strict=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # between looks at other threads' work
+        wanted = [then + 2 for then in self.rounds]
+        until(
+            lambda: all(now >= then for now, then in zip(self.rounds, wanted, strict=True)), within_s=SOON_S
+        )
 
     def end(self) -> None:
         """Stop, and read everything once more."""
@@ -154,21 +138,19 @@ class Newcomers:
 
 def upgrade_by_signal(node: ProcessPool, client: PoolClient) -> None:
     """UCX, left to itself, takes SIGHUP as the wish to trace all that it does."""
-    before, deadline = client.status()["node"].incarnation, time.monotonic() + SOON_S
+    before = client.status()["node"].incarnation
     for _ in range(3):  # those that come meanwhile ask for nothing more
         os.kill(node.pid, signal.SIGHUP)
-    while client.status()["node"].incarnation == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # between looks
+    until(lambda: client.status()["node"].incarnation != before, within_s=SOON_S)
 
 
 @pytest.mark.parametrize(
     ("data_path", "ways"), [("shm", ["command", "signal"]), ("tcp", ["command"]), extended("ucx", ["signal"])]
 )
 def test_upgrades_under_load_fail_no_operation_of_old_and_new_clients_and_lose_no_page(
-    make_node: Callable[..., ProcessPool], data_path: str, ways: list[str]
+    start_process: StartProcess, data_path: str, ways: list[str]
 ) -> None:
-    node = make_node(data_path)
+    node = start_process(data_path, capacity_bytes=ROOM_BYTES)
     pid, incarnations = node.pid, set()
     client = client_of(node)
     assert client.put([key(9_000_000)], [page_of(9_000_000)]) == [True]
@@ -245,12 +227,12 @@ def hung_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.extended
 def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
-    make_node: Callable[..., ProcessPool],
+    start_process: StartProcess,
     tmp_path: Path,
     hung_tier: str,
 ) -> None:
     tier = TierConfig(kind=hung_tier, path=tmp_path / "ssd", capacity_bytes=64 << 20, write="all")
-    node = make_node(tiers=[tier])
+    node = start_process(capacity_bytes=ROOM_BYTES, tiers=[tier])
     client = client_of(node)
     assert client.put([key(1)], [page_of(1)]) == [True]
     upgrade(node.address, deadline_s=SOON_S)
@@ -264,18 +246,17 @@ def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
 
 
 def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
-    make_node: Callable[..., ProcessPool], tmp_path: Path, slow_tier: str
+    start_process: StartProcess, tmp_path: Path, slow_tier: str
 ) -> None:
     tier = TierConfig(kind=slow_tier, path=tmp_path / "ssd", capacity_bytes=64 << 20, write="all")
-    node = make_node(capacity_bytes=4 << 20, tiers=[tier], promotion_timeout_s=SOON_S)
+    node = start_process(capacity_bytes=4 << 20, tiers=[tier], promotion_timeout_s=SOON_S)
     client = client_of(node)
-    known, deadline = list(range(160)), time.monotonic() + SOON_S
+    known = list(range(160))
     for first in range(0, len(known), 20):
         some = known[first : first + 20]
         assert all(client.put([key(n) for n in some], [page_of(n) for n in some]))
-        while client.status()["node"].tiers[0].pages < first + 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)  # nothing leaves memory before it is below
+        # nothing leaves memory before it is below
+        until(lambda first=first: client.status()["node"].tiers[0].pages >= first + 20)  # type: ignore[misc]
     upgrading = threading.Thread(target=upgrade, args=(node.address,), kwargs={"deadline_s": SOON_S})
     upgrading.start()
     missed, dice = [], random.Random(5)
@@ -285,7 +266,7 @@ def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
         missed.append(client.get(keys, [empty() for _ in keys]).count(False))
     assert sum(missed) == 0
     assert len(missed) > 10
-    until_found(client, key(0))
+    until(lambda: client.exists([key(0)]) == [True])
     report = client.status()["node"]
     assert report.pages < len(known) == report.tiers[0].pages
     client.close()
@@ -348,28 +329,19 @@ def test_an_upgrade_for_which_something_is_lacking_is_refused_and_leaves_nothing
     nodes.close()
 
 
-def soon(seconds: float) -> float:
-    return time.monotonic() + seconds
-
-
 def until_it_continues(node: ProcessPool) -> None:
     """Wait until the node's process executes its next program."""
-    deadline = time.monotonic() + SOON_S
-    while "continues as" not in node.log():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)  # between looks
+    until(lambda: "continues as" in node.log(), within_s=SOON_S)
 
 
 def until_signals_are_held(node: ProcessPool) -> None:
     """By the node's main thread."""
-    deadline = time.monotonic() + SOON_S
-    while True:
-        status = Path(f"/proc/{node.pid}/status").read_text()
-        (held,) = re.findall(r"SigBlk:\t(\w+)", status)
-        if int(held, 16) >> (signal.SIGTERM - 1) & 1:
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.002)  # between looks
+
+    def held() -> int:
+        (mask,) = re.findall(r"SigBlk:\t(\w+)", Path(f"/proc/{node.pid}/status").read_text())
+        return int(mask, 16) >> (signal.SIGTERM - 1) & 1
+
+    until(held, within_s=SOON_S)
 
 
 def with_reservation(node: ProcessPool) -> Connection:
@@ -388,38 +360,32 @@ def begin_upgrade(node: ProcessPool) -> None:
     channel.close()
 
 
-def until_found(client: PoolClient, page_key: bytes) -> None:
-    deadline = time.monotonic() + SOON_S
-    while client.exists([page_key]) != [True]:
-        assert time.monotonic() < deadline
-
-
 def test_a_process_that_dies_while_it_is_upgraded_leaves_its_pages_to_the_next_start(
-    make_node: Callable[..., ProcessPool],
+    start_process: StartProcess,
 ) -> None:
-    node = make_node()
+    node = start_process(capacity_bytes=ROOM_BYTES)
     client = client_of(node)
     client.put([key(1)], [page_of(1)])
     begin_upgrade(node)
     until_it_continues(node)
     node.kill()
     node.restart()
-    until_found(client, key(1))  # the client took the node for dead meanwhile
+    until(lambda: client.exists([key(1)]) == [True])  # the client took the node for dead meanwhile
     client.close()
     node.close()
 
 
-@pytest.mark.parametrize("until", [until_signals_are_held, until_it_continues])
+@pytest.mark.parametrize("moment", [until_signals_are_held, until_it_continues])
 def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_leaves_nothing(
-    make_node: Callable[..., ProcessPool], until: Callable[[ProcessPool], None]
+    start_process: StartProcess, moment: Callable[[ProcessPool], None]
 ) -> None:
     """Its main thread blocks signals then; others of its threads do not."""
-    node = make_node()
+    node = start_process(capacity_bytes=ROOM_BYTES)
     unfinished = with_reservation(node)  # the node waits for it
     begin_upgrade(node)
-    if until is until_it_continues:
+    if moment is until_it_continues:
         unfinished.close()
-    until(node)
+    moment(node)
     node.process.terminate()
     unfinished.close()
     assert node.process.wait(SOON_S) == 0, node.log()
@@ -428,9 +394,9 @@ def test_a_node_that_is_told_to_stop_while_it_is_upgraded_stops_afterwards_and_l
 
 
 def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
-    make_node: Callable[..., ProcessPool],
+    start_process: StartProcess,
 ) -> None:
-    node = make_node()
+    node = start_process(capacity_bytes=ROOM_BYTES)
     client = client_of(node)
     assert client.put([key(1)], [page_of(1)]) == [True]
     before = client.status()["node"].incarnation
@@ -438,7 +404,7 @@ def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
     for bad, why in (
         ('nonsense = "x"\n' + good, "nonsense"),
         (
-            good.replace(f"capacity_bytes = {64 << 20}", f"capacity_bytes = {32 << 20}"),
+            good.replace(f"capacity_bytes = {ROOM_BYTES}", f"capacity_bytes = {32 << 20}"),
             "made for other sizes",
         ),
         (good.replace("page_bytes = 0", "page_bytes = 2500000"), "capacity_bytes, page_bytes"),

@@ -26,7 +26,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import GONE, LOADED, STORED
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
 from tests.support.e2e.cluster import free_port
-from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, Node, moto_bucket
+from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, MakeNode, moto_bucket
 
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = base64.b64encode(b"of Azurite, for tests only").decode()
@@ -154,27 +154,18 @@ def test_removed_objects_are_gone_and_those_that_were_gone_do_not_matter(bucket:
 
 
 def test_a_node_reads_what_another_one_stored_and_removes_a_namespace_for_all(
-    place: Place, tmp_path: Path
+    place: Place, nodes: MakeNode
 ) -> None:
-    made: list[Node] = []
-
-    def node(name: str) -> Node:
-        made.append(Node(tmp_path / name, place.url, **place.options, read_timeout_s=10.0, timeout_s=10.0))
-        return made[-1]
-
-    try:
-        one, two = node("one"), node("two")
-        one.open()
-        assert one.put(*range(30)) == [STORED] * 30
-        one.until_uploaded()
-        two.open()
-        assert two.read(*range(31)) == [LOADED] * 30 + [GONE]
-        two.tier.forget_space(1)
-        one.until(lambda: one.read(0) == [GONE])
-    finally:
-        for each in made:
-            if hasattr(each, "tier"):
-                each.tier.close()
+    one, two = (
+        nodes(name, place.endpoint, place.url, read_timeout_s=10.0, timeout_s=10.0) for name in ("one", "two")
+    )
+    one.open()
+    assert one.put(*range(30)) == [STORED] * 30
+    one.until_uploaded()
+    two.open()
+    assert two.read(*range(31)) == [LOADED] * 30 + [GONE]
+    two.tier.forget_space(1)
+    one.until(lambda: one.read(0) == [GONE])
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/pool", "az://container/pool"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -19,8 +18,8 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     encode_footer,
     encode_segment_header,
 )
-from tests.support.kvpool.object_server import ObjectServer, object_server
-from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, LENGTH, Node
+from tests.support.kvpool.object_server import ObjectServer
+from tests.support.kvpool.object_tiers import BUCKET, LENGTH, MakeNode, Node
 from tests.support.kvpool.tier_tools import key
 
 COUNT = 5
@@ -29,27 +28,9 @@ OTHER = f"{2:016x}" * 2
 
 
 @pytest.fixture
-def store() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
-
-
-@pytest.fixture
-def make(
-    tmp_path: Path, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], Node]]:
-    for variable, value in CREDENTIALS.items():
-        monkeypatch.setenv(variable, value)
-    made: list[Node] = []
-
-    def node(name: str) -> Node:
-        made.append(Node(tmp_path / name, f"s3://{BUCKET}", endpoint=store.endpoint))
-        return made[-1]
-
-    yield node
-    for one in made:
-        if hasattr(one, "tier"):
-            one.tier.close()
+def make(store: ObjectServer, nodes: MakeNode) -> Callable[[str], Node]:
+    """Makes a node above the store, by name."""
+    return lambda name: nodes(name, store.endpoint, f"s3://{BUCKET}")
 
 
 @pytest.fixture

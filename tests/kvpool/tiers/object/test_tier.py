@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -11,71 +10,26 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
-from tests.support.kvpool.object_server import Mode, ObjectServer, object_server
+from tests.support.kvpool.object_server import Mode, ObjectServer
 from tests.support.kvpool.object_tiers import (
-    BUCKET,
     CREDENTIALS,
     LENGTH,
     SEGMENT,
+    MakeNode,
     Node,
-    moto_bucket,
 )
 from tests.support.kvpool.tier_tools import name
 
-MakeNode = Callable[..., Node]
 MISBEHAVING = [mode for mode in get_args(Mode) if mode not in ("well", "full", "empty")]
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    with moto_bucket() as endpoint:
-        yield endpoint
-
-
-@pytest.fixture
-def store() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
-    """Makes nodes of one pool, by name; their tiers are closed at the end."""
-    for variable, value in CREDENTIALS.items():
-        monkeypatch.setenv(variable, value)
-    made: list[Node] = []
-
-    def make(name: str, endpoint: str, **options: str | float) -> Node:
-        given = {"endpoint": endpoint, "region": "us-east-1", **options}
-        made.append(Node(tmp_path / name, f"s3://{BUCKET}/{tmp_path.name}", **given))
-        return made[-1]
-
-    yield make
-    for node in made:
-        if hasattr(node, "tier"):
-            node.tier.close()
-
-
-# --- several nodes, in a real S3 server
-
-
-def test_a_node_finds_what_others_stored_before_it_started_and_meanwhile(moto: str, nodes: MakeNode) -> None:
-    one, two = nodes("one", moto), nodes("two", moto)
-    assert one.open() == []
-    assert one.put(*range(30)) == [STORED] * 30
-    one.until_uploaded()
-    assert {found.length_bytes for found in two.open()} == {LENGTH}
-    assert two.read(*range(30)) == [LOADED] * 30
-    assert one.put(*range(30, 40)) == [STORED] * 10
-    one.until_uploaded()
-    two.until_found(*range(30, 40))
-    assert two.read(*range(30, 41)) == [LOADED] * 10 + [GONE]
+# --- several nodes; a real S3 server: test_bucket.py
 
 
 def test_a_segment_that_another_node_removed_is_a_miss_and_its_pages_are_reported_as_lost(
-    moto: str, nodes: MakeNode
+    store: ObjectServer, nodes: MakeNode
 ) -> None:
-    one, two = nodes("one", moto), nodes("two", moto, refresh_s=1000.0)
+    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint, refresh_s=1000.0)
     one.open()
     one.put(*range(5))
     one.until_uploaded()
@@ -89,9 +43,11 @@ def test_a_segment_that_another_node_removed_is_a_miss_and_its_pages_are_reporte
     two.until(lambda: len(two.lost) == 5)
 
 
-def test_two_nodes_that_make_room_keep_the_bucket_within_its_capacity(moto: str, nodes: MakeNode) -> None:
+def test_two_nodes_that_make_room_keep_the_bucket_within_its_capacity(
+    store: ObjectServer, nodes: MakeNode
+) -> None:
     """They remove the same segments; each notices what the other did."""
-    one, two = nodes("one", moto), nodes("two", moto)
+    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint)
     for node in (one, two):
         node.open(capacity=8 * SEGMENT)
     for first in range(0, 300, 20):
@@ -110,8 +66,10 @@ def test_two_nodes_that_make_room_keep_the_bucket_within_its_capacity(moto: str,
     assert one.left or two.left
 
 
-def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(moto: str, nodes: MakeNode) -> None:
-    one, two = nodes("one", moto), nodes("two", moto)
+def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(
+    store: ObjectServer, nodes: MakeNode
+) -> None:
+    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint)
     for node in (one, two):
         node.open(known=(1, 2))
     one.put(1, 2, 3)
@@ -122,7 +80,7 @@ def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(moto: 
     one.until_found(4, 5, 6)
     one.tier.forget_space(1)
     one.until(lambda: not one.tier._inventory.to_remove(1))
-    three = nodes("three", moto)
+    three = nodes("three", store.endpoint)
     assert {found.space for found in three.open(known=(1, 2))} == {2}
     assert one.put(8) == [STORED], "on its way while the namespace was dropped"
     one.until_uploaded()
@@ -279,9 +237,9 @@ def test_a_wrong_option_is_an_error_in_one_line(tmp_path: Path, options: dict[st
 
 
 def test_credentials_come_from_the_shared_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto: str, nodes: MakeNode
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: ObjectServer, nodes: MakeNode
 ) -> None:
-    node = nodes("one", moto)
+    node = nodes("one", store.endpoint)
     for variable in CREDENTIALS:
         monkeypatch.delenv(variable)
     file = tmp_path / "credentials"
