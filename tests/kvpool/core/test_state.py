@@ -7,6 +7,7 @@ import pytest
 from pdserve.kvpool.core.events import (
     Answer,
     AssignSlab,
+    CancelTransfers,
     Close,
     CommitRows,
     Connected,
@@ -19,7 +20,7 @@ from pdserve.kvpool.core.events import (
     TransfersDone,
 )
 from pdserve.kvpool.protocol import messages as m
-from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
+from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
 from tests.support.kvpool.profiled import calls_of
 
 HIT, MISS = m.HIT, m.MISS
@@ -73,6 +74,16 @@ def test_a_busy_class_grows_at_the_cost_of_an_idle_one() -> None:
         node.put(c, ns, k, length=8 * KIB)
     assert node.exists(c, ns, *range(100, 110))[-4:] == [1, 1, 1, 1]
     assert sum(node.exists(c, ns, *range(8))) < 8
+
+
+def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
+    node, c, ns = opened(slabs=2, slab_bytes=8 * KIB)
+    reader = node.connect()
+    node.put(c, ns, 1, 2, 3)
+    node.get(reader, ns, 1)
+    node.reserve(c, ns, 4)
+    assert statuses(node.reserve(c, ns, 9, length=8 * KIB)) == [FULL]
+    assert node.exists(c, ns, 1, 2, 3) == [1, 1, 1], "a slab with a held page was emptied"
 
 
 # --- leases
@@ -146,6 +157,18 @@ def test_ucx_pages_that_came_together_are_committed_together_and_one_that_failed
     [rows] = [one for one in actions if isinstance(one, CommitRows)]
     assert rows.slots == [grants[0].slot, grants[2].slot]
     assert answers(actions, c) == [m.Committed(9, b"\1\0\1")]
+
+
+def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
+    node = Node(lease_s=10)
+    c = node.connect("ucx")
+    ns = node.open(c)
+    grants = node.reserve(c, ns, 1, 2)
+    for grant in grants:
+        node.done(c, grant.tag, True)
+    node.send(c, commit(9, *grants))
+    one, two, again = node.get(c, ns, 1, 2, 1)
+    assert node.pass_time(10) == [CancelTransfers(c, (one.tag, two.tag, again.tag))]
 
 
 # --- bad clients
