@@ -144,6 +144,10 @@ def test_no_module_is_named_utils() -> None:
     assert [str(path) for path in SOURCES if re.search(r"util|helper|misc|common", path.stem)] == []
 
 
+def test_options_are_described_below_them_and_not_in_their_types() -> None:
+    assert findings(lambda source: re.findall(r"Meta\([^()]*\bdescription=", source)) == []
+
+
 def test_no_leftovers() -> None:
     assert findings(lambda source: (m[0] for m in LEFTOVER.finditer(source))) == []
 

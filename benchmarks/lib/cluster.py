@@ -2,8 +2,7 @@
 
 A contender is a cluster file `contenders/NAME.toml` (or any other, by its path), merged over
 `contenders/base.toml`. Its table `[contender]` is the benchmark's: `url`, where to send requests; `ready`,
-what answers 200 once it serves; `needs_mooncake`; `kill_pool`; or `command` with `env`, in place of `pdserve
-up`.
+what answers 200 once it serves; `needs_mooncake`; or `command` with `env`, in place of `pdserve up`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Annotated, Any, Final
 
 import httpx
 import msgspec
-import psutil
 import typer
 
 from pdserve.errors import ConfigError
@@ -161,8 +159,6 @@ class Cluster(Contender):
         reaper().watch(self._up.pid)  # ends the cluster should this process be killed
         with httpx.Client(trust_env=False, timeout=5.0) as http:
             self._up.await_true(lambda: _ready(http, self._own["ready"]), START_TIMEOUT_S, 0.2, LAST_LINES)
-        if self._own.get("kill_pool"):
-            _kill_pool(self._up.pid)
 
     def stop(self) -> None:
         """As an operator would; the reaper ends what that leaves when this process ends."""
@@ -214,11 +210,3 @@ def _ready(http: httpx.Client, url: str) -> bool:
         return http.get(url).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _kill_pool(up: int) -> None:
-    nodes = [child for child in psutil.Process(up).children() if "pool" in child.cmdline()]
-    for node in nodes:
-        node.kill()
-    if not nodes or psutil.wait_procs(nodes, STOP_TIMEOUT_S)[1]:
-        raise HarnessError("the pool node could not be killed")

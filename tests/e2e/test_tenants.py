@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdserve.kvpool.namespaces.tenants import split
@@ -46,17 +48,28 @@ def test_a_tenants_pages_are_stored_and_found_as_its_own(site: Site, agg_worker:
     ]
 
 
-@pytest.mark.parametrize("whole", [False, True])
+ERASED: dict[str, tuple[dict[str, Any], int]] = {
+    "a prompt": ({"input_ids": PROMPT}, 8),
+    "a tenant": ({"tenant": "gone"}, 16),  # pages of memory and of the tier are counted
+    "a session": ({"session": "5e55"}, 11),  # with those of its answer
+}
+
+
+@pytest.mark.parametrize("what", ERASED)
 def test_deleted_pages_are_found_neither_in_the_pool_nor_at_the_worker(
-    agg_worker: Worker, site: Site, whole: bool
+    agg_worker: Worker, site: Site, what: str
 ) -> None:
+    pool, (body, pages) = site.pools["aggpool"], ERASED[what]
+    if what == "a session":
+        named = {"x-pdserve-session": "5e55 1"}
+        agg_worker.generate(PROMPT, 3 * PAGE, cache_salt="tenant/gone", headers=named)
     for tenant in ("gone", "stays"):
         cached(agg_worker, f"tenant/{tenant}")
-        eventually(lambda tenant=tenant: in_both(site.pools["aggpool"], tenant) >= 16, "stored", 20)  # type: ignore[misc]
+        eventually(lambda tenant=tenant: in_both(pool, tenant) >= 16, "stored", 20)  # type: ignore[misc]
     assert cached(agg_worker, "tenant/gone") == 8 * PAGE
-    body = {"tenant": "gone"} if whole else {"input_ids": PROMPT}
     headers = {"x-pdserve-cache-salt": '"tenant/gone"'}
     told = http.post(f"{agg_worker.url}/pool/erase", json=body, headers=headers, timeout=60.0).json()
-    of_each = 2 if whole else 1  # of a whole tenant, memory's pages and the tier's are counted
-    assert told == {"pages": {site.pools["aggpool"].name: of_each * 8}, "problems": {}}
+    turn = 1 if what == "a session" else 0
+    assert told == {"pages": {pool.name: pages}, "problems": {}, "turn": turn}
     assert [cached(agg_worker, f"tenant/{tenant}") for tenant in ("gone", "stays")] == [0, 8 * PAGE]
+    assert in_both(pool, "gone") <= 16, "what was computed anew, and nothing else"

@@ -134,13 +134,14 @@ def _do(link: NodeLink, indices: list[int], batch: Batch[T], tally: Tally) -> No
         if not batch.is_worth_a_try(link, size_bytes):
             logger.debug("pool node %s: no time is left for %d bytes", link.name, size_bytes)
             return
-        with link.busy(size_bytes):
-            answers = link.use(
-                batch.deadline,
-                lambda opened: batch.part(opened, indices),
-                repeatable=batch.repeatable,
-                tenant=batch.tenant,
-            )
+        started_s = time.monotonic()
+        answers = link.use(
+            batch.deadline,
+            lambda opened: batch.part(opened, indices),
+            repeatable=batch.repeatable,
+            tenant=batch.tenant,
+        )
+        link.speed.learn(size_bytes, time.monotonic() - started_s)
     except PoolError as error:
         logger.debug("pool node %s: %s", link.name, error)
         tally.add(failures=1)

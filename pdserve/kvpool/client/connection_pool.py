@@ -221,30 +221,13 @@ class NodeLink:
         Raises PoolUnavailable at once while the node is down, PoolTimeout if no connection became free in
         time.
         """
-        self._check_usable(deadline)
-        if not self._free.acquire(timeout=max(0.0, deadline.at_s - time.monotonic())):
-            raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
-        try:
-            self._check_usable(deadline)  # the node may have failed during the wait
-            if time.monotonic() >= deadline.at_s:
-                # caused by this process: it must not count against the node
-                raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
-            out = self._checked_out(deadline.at_s, tenant, excused=not last, repeatable=repeatable)
-            with out as opened:
-                yield opened
-        finally:
-            self._free.release()
-
-    @contextmanager
-    def _checked_out(
-        self, deadline_s: float, tenant: str, *, excused: bool, repeatable: bool
-    ) -> Iterator[OpenConnection]:
+        self._await_turn(deadline)
         generation = self._health.generation
         opened: OpenConnection | None = None
         try:
-            opened = self._take() or self._open(deadline_s)
+            opened = self._take() or self._open(deadline.at_s)
             generation = opened.generation
-            opened.serve(tenant, deadline_s)
+            opened.serve(tenant, deadline.at_s)
             yield opened
         except BaseException as error:
             of_tenant = tenant and isinstance(error, RequestRefused) and error.code in OF_TENANT
@@ -260,19 +243,29 @@ class NodeLink:
             if not isinstance(error, PoolError):
                 raise
             excusable = opened is not None and opened.reused and (repeatable or not opened.answered)
-            cause = cause_of(error, connected=opened is not None, excusable=excused and excusable)
+            cause = cause_of(error, connected=opened is not None, excusable=not last and excusable)
             self._start(self._feed(Lost(generation, cause, error)))
             if cause is Cause.STALE:
                 raise StaleConnection(str(error)) from error
             raise
-        self._give_back(opened)
+        else:
+            self._give_back(opened)
+        finally:
+            self._free.release()
 
-    @contextmanager
-    def busy(self, size_bytes: int) -> Iterator[None]:
-        """Context: `size_bytes` are moved from or to the node; its speed is learnt."""
-        started_s = time.monotonic()
-        yield
-        self.speed.learn(size_bytes, time.monotonic() - started_s)
+    def _await_turn(self, deadline: Deadline) -> None:
+        """Take one of the connections' places, which the caller frees. Raises as `acquire`."""
+        self._check_usable(deadline)
+        if not self._free.acquire(timeout=max(0.0, deadline.at_s - time.monotonic())):
+            raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
+        try:
+            self._check_usable(deadline)  # the node may have failed during the wait
+            if time.monotonic() >= deadline.at_s:
+                # caused by this process: it must not count against the node
+                raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
+        except BaseException:
+            self._free.release()
+            raise
 
     def check(self, deadline: Deadline) -> None:
         """Connect and open the namespace.

@@ -13,6 +13,7 @@
 #include "native.h"
 
 enum { PARTS = 256, SEND_BYTES = 4 << 20 }; /* of one call to the kernel; a socket takes about so many bytes at most */
+enum { WAKE_BYTES = 256 << 10 };             /* that a reader waits for */
 
 typedef struct {
     uint64_t tag, length; /* little-endian, as all of this module is */
@@ -34,6 +35,14 @@ static int await_ready(int fd, short events, double deadline_s) {
     if (wait_ms == 0)
         return ETIMEDOUT;
     return poll(&ready, 1, wait_ms) < 0 ? errno : 0;
+}
+
+/* Have the socket be ready to read when so many bytes are there, not at each of the sender's segments. The rest of a
+ * page comes whole, or the connection ends, which makes it ready too.
+ */
+static void expect(int fd, uint64_t bytes) {
+    int least = bytes < WAKE_BYTES ? (int)bytes : WAKE_BYTES;
+    (void)setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least); /* a refusal costs time alone */
 }
 
 /* Add what is left of a page behind its first `from` bytes. Returns whether all of it had room. */
@@ -71,7 +80,11 @@ static int receive_some(Move *it) {
         if (got == 0)
             return ECONNRESET;
         if (got < 0) {
-            int error = errno == EAGAIN ? await_ready(it->fd, POLLIN, it->batch.deadline_s) : errno;
+            int error = errno;
+            if (error == EAGAIN) {
+                expect(it->fd, it->in_page ? page->length - it->moved : 1);
+                error = await_ready(it->fd, POLLIN, it->batch.deadline_s);
+            }
             if (error)
                 return error;
             continue;
@@ -204,6 +217,7 @@ PyObject *native_receive_pages(PyObject *module, PyObject *args) {
     } else if (hold_pages(&it.batch, pages, tags) == 0) {
         memcpy(&it.head, head.buf, head.len);
         checksums = move_all(&it, receive_some);
+        expect(it.fd, 1);
         memcpy(head.buf, &it.head, head.len);
     }
     native_let_go(&it.batch);

@@ -101,6 +101,12 @@ class AdminApp:
 def _make_app(router: Router) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="pdserve router, administration", version=__version__)
     add_error_handlers(app)
+
+    async def on_fleet(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, FleetError)
+        return refused(RequestError(_STATUS.get(error.code, 409), str(error), code=error.code))
+
+    app.add_exception_handler(FleetError, on_fleet)
     _add_worker_routes(app, router)
     _add_weight_routes(app, Weights(router))
     pages = Pages(router)
@@ -136,13 +142,14 @@ def _make_app(router: Router) -> fastapi.FastAPI:
         return await pages.erase(await request.body())
 
     @app.post("/reload")
-    async def reload() -> Response:
+    async def reload() -> dict[str, Any]:
         """Read the API keys again."""
         try:
             router.reload_all()
         except ConfigError as error:
-            return refused(RequestError(409, f"Nothing was changed: {error}", code="bad_configuration"))
-        return fastapi.responses.JSONResponse({"tenants": [t.name for t in router.gate.tenants.all]})
+            message = f"Nothing was changed: {error}"
+            raise RequestError(409, message, code="bad_configuration") from None
+        return {"tenants": [tenant.name for tenant in router.gate.tenants.all]}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -201,42 +208,31 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         return {"workers": listed}
 
     @app.post("/workers", status_code=201)
-    async def join(request: fastapi.Request) -> Response:
+    async def join(request: fastapi.Request) -> dict[str, Any]:
         """Add a worker. It is used as soon as a probe finds it ready and compatible."""
         try:
             joining = msgspec.json.decode(await request.body(), type=Joining)
-            worker = fleet.members.join(joining.url, joining.role)
         except UNREADABLE as error:
-            return refused(RequestError(400, f"{error}"))
-        except FleetError as error:
-            return refused(_of_fleet(error))
-        return fastapi.responses.JSONResponse({"id": worker.id}, 201)
+            raise RequestError(400, str(error)) from None
+        return {"id": fleet.members.join(joining.url, joining.role).id}
 
     @app.delete("/workers/{worker_id}")
-    async def leave(worker_id: str) -> Response:
+    async def leave(worker_id: str) -> dict[str, Any]:
         """Remove a worker. It finishes its requests."""
-        try:
-            worker = fleet.members.leave(worker_id)
-        except FleetError as error:
-            return refused(_of_fleet(error))
-        return fastapi.responses.JSONResponse({"id": worker.id, "in_flight": await in_flight(worker)})
+        worker = fleet.members.leave(worker_id)
+        return {"id": worker.id, "in_flight": await in_flight(worker)}
 
-    async def drain(worker_id: str, draining: bool) -> Response:
-        try:
-            worker = fleet.members.drain(worker_id, draining)
-        except FleetError as error:
-            return refused(_of_fleet(error))
-        return fastapi.responses.JSONResponse(
-            {"id": worker.id, "draining": worker.draining, "in_flight": await in_flight(worker)}
-        )
+    async def drain(worker_id: str, draining: bool) -> dict[str, Any]:
+        worker = fleet.members.drain(worker_id, draining)
+        return {"id": worker.id, "draining": worker.draining, "in_flight": await in_flight(worker)}
 
     @app.post("/workers/{worker_id}/drain")
-    async def drain_worker(worker_id: str) -> Response:
+    async def drain_worker(worker_id: str) -> dict[str, Any]:
         """Give a worker no new requests. It may be stopped when `in_flight` is 0; null: unknown."""
         return await drain(worker_id, True)
 
     @app.post("/workers/{worker_id}/undrain")
-    async def undrain_worker(worker_id: str) -> Response:
+    async def undrain_worker(worker_id: str) -> dict[str, Any]:
         """Give a worker new requests again."""
         return await drain(worker_id, False)
 
@@ -281,7 +277,3 @@ def password_as_bearer(headers: dict[bytes, bytes]) -> None:
         except binascii.Error:
             password = b""
         headers[b"authorization"] = b"Bearer " + password
-
-
-def _of_fleet(error: FleetError) -> RequestError:
-    return RequestError(_STATUS.get(error.code, 409), str(error), code=error.code)

@@ -37,7 +37,7 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import ROLES, Role, Source
 
 if TYPE_CHECKING:
-    from pdserve.discovery.etcd import EtcdMember
+    from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ async def discovered(
     """
     if names := dns_names(config):
         watch = DnsWatch(names, partial(_found_by_dns, names, FoundWorkers("dns", fleet)), resolve)
-        await watch.look()
         try:
+            await watch.look()
             yield watch.run
         finally:
             watch.close()
@@ -100,15 +100,19 @@ async def discovered(
         etcd, found = config.etcd, partial(_found_in_etcd, FoundWorkers("etcd", fleet))
         membership = EtcdMembership(etcd, etcd.cluster, None, found, kind=WORKERS, secret=cluster_token)
         try:
-            found(await membership.nodes())
-        except PoolError as error:
-            logger.warning("etcd does not tell of workers yet: %s", error)
-        try:
+            await _first(membership, found)
             yield membership.run
         finally:
             await membership.close()
     else:
         yield None
+
+
+async def _first(membership: EtcdMembership, found: Callable[[list[EtcdMember]], None]) -> None:
+    try:
+        found(await membership.nodes())
+    except PoolError as error:
+        logger.warning("etcd does not tell of workers yet: %s", error)
 
 
 def _found_by_dns(

@@ -163,7 +163,7 @@ class Models:
                 message = f"'model' is missing; this server serves {_names(served)}."
                 raise RequestError(400, message, param="model")
             return next(iter(served), ANY)
-        names = (name, base_of(name)) if is_named else (name,)
+        names = (name, base_of(name) or name) if is_named else (name,)
         for there in (served, known, (*self._wanted, self._default)):
             for one in names:
                 if one in there:
@@ -433,8 +433,9 @@ class Fleet:
         Returns the number of the circuit breaker's trial that this request is. 0: the circuit is closed.
         """
         worker.in_flight += 1
-        worker.prefilling += prefills
-        worker.queued_here += tokens
+        if tokens or prefills:
+            worker.queued_here += tokens
+            worker.prefilling += prefills
         self.log.moved.append(worker)
         if not worker.circuit.retry_at_s:
             return 0
@@ -444,8 +445,9 @@ class Fleet:
     def on_released(self, worker: Worker, tokens: int = 0, prefills: int = 0) -> None:
         """The request counted by `on_selected` is over. `tokens`: those that were not computed."""
         worker.in_flight -= 1
-        worker.prefilling -= prefills
-        worker.queued_here -= tokens
+        if tokens or prefills:
+            worker.queued_here -= tokens
+            worker.prefilling -= prefills
         self.log.moved.append(worker)
 
     def on_queued(self, worker: Worker, tokens: int) -> None:

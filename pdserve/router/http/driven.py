@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pdserve.logs import served_request
 
 T = TypeVar("T")
 
 
-class _Suspended:
+class PlainPause:
     """Waits for `Driven.resume`. Its iterator is a tuple's: no frame of ours is entered when the wait is
-    over.
+    over, and by the compiled module none when it begins.
     """
 
     __slots__ = ()
@@ -32,14 +32,21 @@ class _Suspended:
         return iter((None,))  # type: ignore[return-value]  # all that `await` needs
 
 
-SUSPENDED: Final = _Suspended()
+if TYPE_CHECKING:
+    Pause = PlainPause
+else:
+    try:
+        from pdserve.router.native._native import Pause
+    except ImportError:
+        Pause = PlainPause
+PAUSE: Final = Pause()
 
 
 class Driven:
     """One coroutine, and what it waits for."""
 
-    __slots__ = ("_awaited", "_coroutine", "id")
-    news: ClassVar = SUSPENDED
+    __slots__ = ("_awaited", "_coroutine", "id", "news")
+    news: PlainPause
     """To be awaited: done at the next `resume`."""
 
     def __init__(self) -> None:
@@ -47,6 +54,7 @@ class Driven:
         """What is logged meanwhile has it."""
         self._coroutine: Coroutine[Any, None, None] | None = None
         self._awaited: asyncio.Future[Any] | None = None
+        self.news = PAUSE
 
     def run(self, coroutine: Coroutine[Any, None, None]) -> None:
         """Begin. The coroutine must catch whatever it raises."""

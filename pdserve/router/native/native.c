@@ -326,6 +326,21 @@ static PyObject *has_after(PyObject *Py_UNUSED(module), PyObject *const *given, 
     return PyBool_FromLong(found);
 }
 
+/* Awaited, it hands None to who drives the coroutine, once: see driven.py. */
+static PyObject *once; /* (None,) */
+
+static PyObject *pause_await(PyObject *Py_UNUSED(self)) { return PyObject_GetIter(once); }
+
+static PyAsyncMethods pause_async = {.am_await = pause_await};
+
+static PyTypeObject pause_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "pdserve.router.native._native.Pause",
+    .tp_basicsize = sizeof(PyObject),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_as_async = &pause_async,
+};
+
 static PyObject *number_after(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
     if (count != 2 || !PyBytes_Check(given[0]) || !PyBytes_Check(given[1]) || !PyBytes_GET_SIZE(given[1])) {
         PyErr_SetString(PyExc_TypeError, "number_after takes two bytes objects, the second not empty");
@@ -385,8 +400,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     should_keep_alive = PyUnicode_InternFromString("should_keep_alive");
     zero = PyLong_FromLong(0);
     nothing = PyBytes_FromStringAndSize(NULL, 0);
-    if (!get_status_code || !should_keep_alive || !zero || !nothing) return NULL;
-    if (PyType_Ready(&lines_type) || PyType_Ready(&answer_type)) return NULL;
+    once = PyTuple_Pack(1, Py_None);
+    if (!get_status_code || !should_keep_alive || !zero || !nothing || !once) return NULL;
+    if (PyType_Ready(&lines_type) || PyType_Ready(&answer_type) || PyType_Ready(&pause_type)) return NULL;
     PyObject *class = PyObject_CallFunction((PyObject *)&PyType_Type, "s(){}", "Class");
     if (class == NULL) return NULL;
     of_classes = ((PyTypeObject *)class)->tp_dealloc;
@@ -394,7 +410,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     if (PyModule_AddObjectRef(module, "HeaderLines", (PyObject *)&lines_type) ||
-        PyModule_AddObjectRef(module, "Answer", (PyObject *)&answer_type)) {
+        PyModule_AddObjectRef(module, "Answer", (PyObject *)&answer_type) ||
+        PyModule_AddObjectRef(module, "Pause", (PyObject *)&pause_type)) {
         Py_DECREF(module);
         return NULL;
     }

@@ -190,12 +190,15 @@ class Duties:
         before, known = self.prefilling, self._order
         self._order = [worker.id for worker in sorted(workers, key=attrgetter("rendezvous", "id"))]
         target = len(workers) * (0.5 if share is None else share)
+        most = len(workers) if has_decode else max(0, len(workers) - 1)
         if self._order != known and (share is not None or len(workers) != len(known)):
             self._count = min(max(self._count, math.ceil(target - BAND)), math.floor(target + BAND))
-        elif share is not None and now_s >= self._quiet_until_s and abs(target - self._count) > BAND:
-            self._count += 1 if target > self._count else -1
-            self._quiet_until_s = now_s + self._dwell_s
-        self._count = min(self._count, len(workers) if has_decode else max(0, len(workers) - 1))
+        elif share is not None and now_s >= self._quiet_until_s:
+            step = (target > self._count + BAND) - (target < self._count - BAND)
+            if step and self._count + step <= most:
+                self._count += step
+                self._quiet_until_s = now_s + self._dwell_s
+        self._count = min(self._count, most)
         prefilling = self.prefilling
         self.changes += len((before ^ prefilling) & set(known) & set(self._order))
         return prefilling

@@ -76,11 +76,12 @@ class Placer:
             worker = None if last is None else self._fleet.by_id.get(last.decode_id)
             if last is not None and worker is not None and last.incarnation in (worker.incarnation, ""):
                 places.add(worker, last.tokens, now_s - last.seen_s)
-        tokens = facts.prompt_tokens_estimate
-        keeps = last.decode_id if last is not None and self._is_hard else ""
-        narrowed = self.elastic.narrow(snapshot, now_s, keeps) if snapshot.elastic else snapshot
+        narrowed = snapshot
+        if snapshot.elastic:
+            keeps = last.decode_id if last is not None and self._is_hard else ""
+            narrowed = self.elastic.narrow(snapshot, now_s, keeps)
         plan = self._planner.plan(facts, narrowed, last, places, wanted)
-        if (snapshot.elastic or self._has_level) and tokens and not facts.holder:
+        if (snapshot.elastic or self._has_level) and facts.prompt_tokens_estimate and not facts.holder:
             self.elastic.on_planned(snapshot, plan.uncached_tokens, now_s)
         return plan
 

@@ -103,11 +103,11 @@ class Proxy:
                 if not await self._admit(request):
                     return
             else:  # nearly always
+                request.total_s = request.started_s + self._total_s
                 tenants = gate.tenants
                 request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
                 request.held_bytes = size
                 bodies.held_bytes += size
-                request.total_s = request.started_s + self._total_s
             request.phase = "plan"
             tenant, view, snapshot = request.tenant, understanding.read(request), None
             assert tenant is not None

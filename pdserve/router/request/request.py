@@ -44,6 +44,7 @@ from pdserve.router.api.errors import (
 )
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.client_request import Channel, ClientRequest, Headers
+from pdserve.router.http.driven import PAUSE
 from pdserve.router.http.worker_connection import WorkerConnection
 from pdserve.router.native.slots import copied
 from pdserve.router.placement.planner import Plan, RequestFacts
@@ -77,7 +78,6 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
 _NO_PROMPT: Final = msgspec.Raw(b"")
-_END: Final = b"\r\n"
 _JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
@@ -279,6 +279,7 @@ class Request(ClientRequest):
         made.up = made.turn = made.rest = made.marks = made.meter = made.losses = made.prefills = None
         made.published_s = made.end = made.trace = made.tenant = made.waiter = None
         made._coroutine = made._awaited = None
+        made.news = PAUSE
         made.more_body = made.keep_alive = made.ends_line = made.shows_insides = True
         made.has_head = made.is_complete = made.is_gone = made.is_told_to_go_on = made.streams = False
         made.is_prompt_counted = made.is_started = made.is_stream = made.is_early = made.has_turn = False
@@ -429,29 +430,34 @@ class Request(ClientRequest):
             self.is_stream = length is None
         if has_head:
             return
-        head = [lines, b"x-request-id: ", self.id, _END]
-        if self.more_headers or (self.tenant is not None and self.tenant.has_rates):
-            head += self._more_lines()
-        if words := self.plan_words:
-            shows_insides = self.shows_insides
-            head += (b"x-pdserve-plan: ", words if shows_insides else _FIGURES.sub(b"", words), _END)
-            if self.prefill_id and shows_insides:
-                head += (b"x-pdserve-prefill: ", self.prefill_id, _END)
-            if self.prefill_cached:
-                head += (b"x-pdserve-prefill-cached: ", self.prefill_cached, _END)
-            if self.missed:
-                head += (b"x-pdserve-miss: ", b", ".join(self.missed), _END)
-            if self.decode_id and shows_insides:
-                head += (b"x-pdserve-decode: ", self.decode_id, _END)
+        tenant = self.tenant
+        if (
+            self.missed
+            or self.more_headers
+            or not (self.prefill_cached and self.decode_id)
+            or not self.shows_insides
+            or (tenant is not None and tenant.has_rates)
+        ):
+            head = self._own_lines(lines)
+        else:  # nearly always, where there is a prefill stage: at once
+            head = [
+                *(lines, b"x-request-id: ", self.id, b"\r\nx-pdserve-plan: ", self.plan_words),
+                *(b"\r\nx-pdserve-prefill: ", self.prefill_id, b"\r\nx-pdserve-prefill-cached: "),
+                *(self.prefill_cached, b"\r\nx-pdserve-decode: ", self.decode_id, b"\r\n"),
+            ]
         self.start(status, head, length, closes=closes)
 
-    def _more_lines(self) -> list[bytes]:
-        """Header lines of the answer that most have not."""
-        pairs = [*self.more_headers]
+    def _own_lines(self, lines: bytes) -> list[bytes]:
+        """These header lines and the router's own."""
+        pairs = [(b"x-request-id", self.id), *self.more_headers]
         if self.tenant is not None and self.tenant.has_rates:
             now_s = self.connection.loop.time()
             pairs += rate_headers(self.tenant, self.endpoint.errors, now_s, time.time())
-        return [b"%b: %b\r\n" % pair for pair in pairs]
+        if words := self.plan_words:
+            pairs.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
+            hidden = () if self.shows_insides else (b"x-pdserve-prefill", b"x-pdserve-decode")
+            pairs += [pair for pair in self.worker_headers if pair[0] not in hidden]
+        return [lines, *(b"%b: %b\r\n" % pair for pair in pairs)]
 
     def relay(self, up: WorkerConnection) -> None:
         """Pass on what has come of a stream that has begun. The worker's connection calls this for each read:

@@ -112,7 +112,7 @@ async def test_a_restarted_worker_goes_on_from_the_pools_records(node: LocalNode
     assert turn is not None
     writing = await before.turns.answer(turn, [*turn.ids, *answer, end()])
     assert writing is not None
-    assert await writing
+    assert await writing.done
     shelf.close()
     shelf = Shelf(pages_of(node), SOON_S)
     after = Worker(shelf)  # type: ignore[arg-type]

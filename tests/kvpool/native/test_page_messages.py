@@ -115,6 +115,8 @@ def test_a_silent_end_costs_the_deadline_and_an_end_that_is_gone_an_error(
             arguments = (theirs, memoryview(bytearray(HEADER.size)), 0, [4], room_for(1, [300]))
             with pytest.raises(TimeoutError):
                 page_messages.receive(*arguments, checksum=True, deadline_s=soon(0.02))
+            least_bytes = theirs.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+            assert least_bytes == 1, "whoever reads on is woken by any byte"
             ours.close()
             with pytest.raises(ConnectionError):
                 page_messages.receive(*arguments, checksum=True, deadline_s=soon())

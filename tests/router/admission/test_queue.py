@@ -128,7 +128,11 @@ class Watched:
     def arrive(self, number: int, lane: str, now_s: float, head_start_s: float) -> None:
         ticket = Ticket(self.tenants[number], lane, now_s, now_s + 6.0, head_start_s, worker_wait_s=2.0)
         self.states[ticket] = State.WAITING
-        self.follow(self.queue.arrive(ticket, self.slots[lane], now_s))
+        if not head_start_s and self.queue.start(lane, ticket.tenant, self.slots[lane]) is not None:
+            ticket.state, ticket.started_s = State.RUNNING, now_s  # without a ticket, but here
+            self.follow([ticket])
+        else:
+            self.follow(self.queue.arrive(ticket, self.slots[lane], now_s))
 
     def leave(self, number: int, now_s: float) -> None:
         if here := self.those(State.RUNNING) + self.those(State.WAITING):

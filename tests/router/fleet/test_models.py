@@ -24,7 +24,11 @@ GENERATES = frozenset({"generate"})
     ("models", "served", "named"),
     [
         (Models(), "ab", {"a": "a", "a:adapter": "a", "a:" + "x" * MAX_ADAPTER_CHARS: "a"}),
-        (Models(), "ab", {"x": 404, None: 400, "default": 400, "a:" + "x" * (MAX_ADAPTER_CHARS + 1): 400}),
+        (
+            Models(),
+            "ab",
+            {"x": 404, ":x": 404, None: 400, "default": 400, "a:" + "x" * (MAX_ADAPTER_CHARS + 1): 400},
+        ),
         (Models(), "a", {None: "a", "": "a", "default": "a"}),
         (Models(), ["a:7b", "a"], {"a:7b": "a:7b"}),
         (Models(), "", {"x": 503, None: 503}),

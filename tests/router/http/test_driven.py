@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.http.driven import Driven, in_task, pass_on
+from pdserve.router.http.driven import Driven, Pause, PlainPause, in_task, pass_on
 
 
 class Steps(Driven):
@@ -25,8 +25,10 @@ class Steps(Driven):
         self.over.set()
 
 
-async def test_it_goes_on_when_it_is_resumed_and_ends_once() -> None:
+@pytest.mark.parametrize("pause", {PlainPause, Pause})
+async def test_it_goes_on_when_it_is_resumed_and_ends_once(pause: type[PlainPause]) -> None:
     steps = Steps()
+    steps.news = pause()
 
     async def work() -> None:
         for number in range(2):

@@ -252,9 +252,11 @@ async def test_a_stale_connection_is_replaced_once() -> None:
 
 async def test_an_idle_connection_is_dropped_before_the_worker_would(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool_module.IDLE_S < 5.0
-    async with client_of(FINE) as client:
+    async with client_of(FINE, FINE) as client:
         await client.read()
         monkeypatch.setattr(pool_module, "IDLE_S", 0.0)
+        await client.read()
+        assert (client.mock.connections, client.upstream.counts.reused) == (2, 0)
         assert client.upstream.pool(client.worker).take_idle(asyncio.get_running_loop().time()) is None
         assert client.upstream.open_count == 0
 

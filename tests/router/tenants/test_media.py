@@ -88,6 +88,7 @@ HOSTILE = [
     "http://2130706433/a",
     "http://0x7f.1/a",
     "https://other.example.com/a.png",
+    "https://images.example.org/a",
     "https://images.example.org.evil.net/a",
     "https://cdn.example.com@evil.net/a",
     "https://evil.net\\\\@cdn.example.com/a",

@@ -307,11 +307,13 @@ class Worker(Started):
         if self.process is not None:
             self.process.end()
 
-    def generate(self, input_ids: list[int], max_new_tokens: int, **more: Any) -> dict[str, Any]:
+    def generate(
+        self, input_ids: list[int], max_new_tokens: int, *, headers: Any = None, **more: Any
+    ) -> dict[str, Any]:
         """SGLang's own /generate, greedy, with the log-probability of each output token."""
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **more}
-        answer = http.post(f"{self.url}/generate", json=body, timeout=120.0)
+        answer = http.post(f"{self.url}/generate", json=body, headers=headers, timeout=120.0)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
