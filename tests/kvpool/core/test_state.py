@@ -7,7 +7,6 @@ import pytest
 from pdserve.kvpool.core.events import (
     Answer,
     AssignSlab,
-    CancelTransfers,
     Close,
     CommitRows,
     Connected,
@@ -157,18 +156,6 @@ def test_ucx_pages_that_came_together_are_committed_together_and_one_that_failed
     [rows] = [one for one in actions if isinstance(one, CommitRows)]
     assert rows.slots == [grants[0].slot, grants[2].slot]
     assert answers(actions, c) == [m.Committed(9, b"\1\0\1")]
-
-
-def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
-    node = Node(lease_s=10)
-    c = node.connect("ucx")
-    ns = node.open(c)
-    grants = node.reserve(c, ns, 1, 2)
-    for grant in grants:
-        node.done(c, grant.tag, True)
-    node.send(c, commit(9, *grants))
-    one, two, again = node.get(c, ns, 1, 2, 1)
-    assert node.pass_time(10) == [CancelTransfers(c, (one.tag, two.tag, again.tag))]
 
 
 # --- bad clients
