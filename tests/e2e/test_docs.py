@@ -79,7 +79,8 @@ class Demo:
         """One shell for all commands of a page."""
         words = [
             "set -e",
-            'curl() { command curl -sS --max-time 60 --fail-with-body -H "Content-Type: application/json" "$@"; }',
+            'curl() { command curl -sS --max-time 60 --fail-with-body -H "Content-Type: application/json" '
+            '"$@"; }',
             f'pdserve() {{ {sys.executable} -m pdserve "$@"; }}',
         ]
         for command in commands:
