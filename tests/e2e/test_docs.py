@@ -21,6 +21,7 @@ from tests.support.processes import Child, free_ports
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(900)]
 
 ADMIN_KEY = "docs-may-do-everything"
+JSON = "Content-Type: application/json"
 MACHINE = """
 memory = "2TB"
 gpus = [{ name = "H100", memory = "80GiB", count = 8, numa_nodes = [0, 0, 0, 0, 1, 1, 1, 1] }]
@@ -79,15 +80,20 @@ class Demo:
         """One shell for all commands of a page."""
         words = [
             "set -e",
-            'curl() { command curl -sS --max-time 60 --fail-with-body -H "Content-Type: application/json" '
-            '"$@"; }',
+            'curl() { command curl -sS --max-time 60 --fail-with-body -H "$JSON" "$@"; }',
             f'pdserve() {{ {sys.executable} -m pdserve "$@"; }}',
         ]
         for command in commands:
             allowed = next((s for begin, s in WARNINGS.items() if command.text.startswith(begin)), 0)
             words.append(f"echo '== {command.page}:{command.line}'")
             words.append(f"{self.here(command.text)}\n" if not allowed else self.warned(command, allowed))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "KEY": "any", "ADMIN_KEY": ADMIN_KEY}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "KEY": "any",
+            "ADMIN_KEY": ADMIN_KEY,
+            "JSON": JSON,
+        }
         return subprocess.run(
             ["bash", "-c", "\n".join(words)],
             cwd=self.directory, env=environment, capture_output=True, text=True, check=False, timeout=240,

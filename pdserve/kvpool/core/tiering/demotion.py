@@ -234,7 +234,9 @@ class Demotions:
         )
 
     def _above_watermark(self) -> bool:
-        return self._store.free_bytes < (1 - self._limits.watermark) * self._store.slots.capacity_bytes
+        slots = self._store.slots
+        free_bytes = self._store.free_bytes - slots.tail_bytes  # into the tails of slabs no page fits
+        return free_bytes < (1 - self._limits.watermark) * (slots.capacity_bytes - slots.tail_bytes)
 
     def _storable(self, slot: int) -> bool:
         facts = self._store.facts

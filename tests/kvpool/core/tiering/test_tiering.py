@@ -37,6 +37,18 @@ def test_cold_pages_are_stored_and_then_evicted_for_nothing() -> None:
     assert told.tier_bytes == tier.pages * 4 * KIB
 
 
+def test_what_no_page_fits_into_is_not_free_to_a_tier() -> None:
+    """A page of 12 KiB leaves a quarter of each slab of 16 KiB: memory is full though so much is free."""
+    rig = Rig(watermark=0.8)
+    rig.put(1, 2, length=12 * KIB)
+    assert rig.writes[0] == []
+    rig.put(3, 4, length=12 * KIB)
+    assert rig.node.status().free_bytes == 16 * KIB
+    rig.drain()
+    rig.put(5, length=12 * KIB)
+    assert rig.node.exists(rig.c, rig.ns, 1, 2, 3, 4, 5) == [1] * 5
+
+
 def test_pages_evicted_before_they_could_be_stored_are_counted() -> None:
     rig = Rig(store_pages=2)
     rig.put(*range(16))
