@@ -112,6 +112,16 @@ def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops(end
     assert node.status().quarantined_bytes == 0
 
 
+def test_a_read_renews_the_lease_of_its_own_page_alone() -> None:
+    node, c, ns = opened(lease_s=10.0)
+    node.put(c, ns, 1, 2)
+    node.get(c, ns, 1)
+    node.pass_time(6)
+    node.get(c, ns, 2)
+    node.pass_time(4)
+    assert node.status().pins == 1
+
+
 # --- waiting
 
 
