@@ -139,7 +139,9 @@ def test_what_is_done_between_two_rounds_takes_no_time_of_the_run() -> None:
         time.sleep(0.5)
 
     with serving(ScriptedServer()) as server:
+        begun_s = time.monotonic()
         run = load_it(server, lockstep=True, between=between)
+        took_s = time.monotonic() - begun_s
     assert done == [1]
-    assert run.wall_s < 0.5
-    assert max(record.done_s for record in run.records) < 0.5
+    assert took_s - run.wall_s >= 0.5
+    assert max(record.done_s for record in run.records) <= run.wall_s

@@ -25,6 +25,11 @@ MACHINE = """
 memory = "2TB"
 gpus = [{ name = "H100", memory = "80GiB", count = 8, numa_nodes = [0, 0, 0, 0, 1, 1, 1, 1] }]
 """
+TENANTS = """
+[[router.tenants]]
+name = "*"
+retain_tokens = 100000
+"""
 WARNINGS = {"pdserve doctor": 1}
 """Commands that may end with this status: a demo is not what they recommend."""
 COMMANDS = [command for command in all_commands() if not command.needs]
@@ -57,6 +62,7 @@ class Demo:
             (r"demo-small@[0-9a-f]+|\bMODEL\b", self.namespace),
             (r"/models/qwen3-8b", "models/smollm2-135m"),
             (r"\b\d+(?:GiB|TiB)\b", "1MiB"),
+            (r'"temperature": 0,', '"temperature": 0, "max_tokens": 2,'),  # a random model never ends
             (r"([^/])\bdisagg.toml", r"\1launch/disagg.toml"),
             (r'"messages": \[\.\.\.\]', f'"messages": {json.dumps(self.body["messages"])}'),
             (r"(pages/erase) \.\.\.", r'\1 -H "Authorization: Bearer $ADMIN_KEY"'),
@@ -73,7 +79,7 @@ class Demo:
         """One shell for all commands of a page."""
         words = [
             "set -e",
-            'curl() { command curl -sS --fail-with-body -H "Content-Type: application/json" "$@"; }',
+            'curl() { command curl -sS --max-time 60 --fail-with-body -H "Content-Type: application/json" "$@"; }',
             f'pdserve() {{ {sys.executable} -m pdserve "$@"; }}',
         ]
         for command in commands:
@@ -108,7 +114,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Demo
     text = text.replace(
         'capacity_bytes = "auto"', f'arena_dir = "{directory}/arena"\ncapacity_bytes = "256MiB"'
     )
-    (directory / "launch/disagg.toml").write_text(text)
+    (directory / "launch/disagg.toml").write_text(text + TENANTS)
     up = Child("up", [sys.executable, "-m", "pdserve", "up", "launch/disagg.toml"], directory / "up.log")
     up.spawn(cwd=directory, env={**os.environ, "PYTHONPATH": str(ROOT)})
     made = Demo(directory, port, admin_port, "")

@@ -32,6 +32,7 @@ NEEDS: Final = {
     "curl -H": "new weights on disk",
     "PDSERVE_POOL_TOKEN=... sglang serve": "a server of SGLang that is not of the demo",
     "cat router.toml": "the file that it shows",
+    """curl HOST:8001/pages/erase ... -d '{"tenant": "acme", "session""": "a session of that tenant",
 }
 """Beginnings of commands that are not run against the demo, and what they need."""
 

@@ -301,9 +301,9 @@ class UcxLink:
                 self._worker.progress()
             ending.clear()
             self._worker.progress()  # drops requests that completed in the last step
-            self._drop_unreceived()
         except (self._api.UCXError, RuntimeError) as error:
             logger.warning("closing a UCX connection: %s", error)
+        self._drop_unreceived()
         for operation in operations:
             operation.release()
         self._greeting = None
@@ -319,8 +319,9 @@ class UcxLink:
         For each of them UCXX would take memory of the length that the sender says, and wait without a
         deadline until it is whole: never, once its endpoint is closed. So it only warns, on the terminal.
         """
-        while self._worker.tag_probe(self._api.UCXXTag(0), self._api.UCXXTagMask(0), remove=True).matched:
-            pass
+        with contextlib.suppress(self._api.UCXError, RuntimeError):
+            while self._worker.tag_probe(self._api.UCXXTag(0), self._api.UCXXTagMask(0), remove=True).matched:
+                pass
 
     def _close(self, endpoint: Any) -> None:
         """Close the endpoint by force, so that the worker can be destroyed afterwards.

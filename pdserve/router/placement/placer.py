@@ -121,8 +121,8 @@ class Placer:
         workers = before.workers if before else ()
         if facts.session.is_named:
             both = (worker, plan.prefill) if plan.prefill else (worker,)
-            tags = [one.info.info_tag for one in both if one.info is not None]
-            workers = with_workers(workers, tags, before.turns + 1 if before else 1)
+            turn = before.turns + 1 if before else 1
+            workers = with_workers(workers, [(w.info.info_tag, turn) for w in both if w.info is not None])
         entry = SessionEntry(
             request_id,
             worker.id,
@@ -146,10 +146,13 @@ class Placer:
     ) -> None:
         """The answer is complete: the worker's memory also holds its `answer_tokens`."""
         key = facts.session
-        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:  # a later one has begun
+        last = None if key is None or turn is None else self.sessions.get(key, now_s)
+        if key is None or turn is None or last is None:
+            return
+        if (last.request_id, last.seen_s) != (turn.request_id, turn.seen_s):  # a later one has begun
             return
         if facts.is_final:
             self.sessions.forget(key)
             return
         tokens = turn.tokens + answer_tokens
-        self.sessions.record(key, msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True))
+        self.sessions.record(key, msgspec.structs.replace(last, tokens=tokens, seen_s=now_s, answered=True))

@@ -48,14 +48,16 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 def with_workers(
-    known: tuple[tuple[str, int], ...], tags: Iterable[str], turn: int
+    known: tuple[tuple[str, int], ...], more: Iterable[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """The workers of a session whose turn these compute."""
-    names = {name for name, _ in known}
-    new = tuple([(name, turn) for name in tags if name not in names])
-    if not new:
-        return known
-    return (*known, *new) if len(known) + len(new) < MAX_WORKERS else (*known[: MAX_WORKERS - 1], OTHERS)
+    """All of a session's workers, each with the first of its turns; `known` itself where they are no more."""
+    first = dict(known)
+    for tag, turn in more:
+        first[tag] = min(turn, first.get(tag, turn))
+    found = tuple(first.items())
+    if OTHERS in found or len(found) >= MAX_WORKERS:
+        found = (*[one for one in found if one != OTHERS][: MAX_WORKERS - 1], OTHERS)
+    return known if found == known else found
 
 
 def digest(link: str) -> str:
@@ -123,7 +125,7 @@ class SessionTable:
 
     def merge(self, link: str, replaced: tuple[str, ...], entry: SessionEntry | None, seen_s: float) -> None:
         """Another process had this turn at `seen_s`, or was told then that the session is over (None). It
-        counts unless a later turn is known.
+        counts unless a later turn is known; the workers of both are the session's.
         """
         entries = self._entries
         if entry is None:
@@ -132,8 +134,14 @@ class SessionTable:
                     del entries[one]
             return
         known = entries.get(link)
-        if known is None or entry.seen_s > known.seen_s:
-            self._put(link, replaced, entry)
+        if known is not None:
+            workers = with_workers(known.workers, entry.workers)
+            if entry.seen_s <= known.seen_s:
+                if workers is known.workers:
+                    return
+                entry = known
+            entry = msgspec.structs.replace(entry, workers=workers)
+        self._put(link, replaced, entry)
 
     def _put(self, link: str, replaced: Iterable[str], entry: SessionEntry) -> None:
         entries = self._entries

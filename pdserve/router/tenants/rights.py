@@ -317,12 +317,13 @@ def _domain_problem(url: str, domains: Collection[str]) -> str:
         host = ""
     if not host or any(character in url for character in "\\\t\r\n@ "):  # readers differ on such a URL's host
         return "its URL is malformed"
-    if host in domains:
+    allowed = {domain.lower() for domain in domains}
+    if host in allowed:
         return ""
     is_name = host != "localhost" and not _is_address(host)
     above = host.split(".")
     below = {"*." + ".".join(above[i:]) for i in range(1, len(above))} | {"*"}
-    if is_name and below & set(domains):
+    if is_name and below & allowed:
         return ""
     return f"{host} is not among the hosts that your operator allows (media_domains)"
 

@@ -205,6 +205,20 @@ def test_what_other_nodes_know_ends_pages_of_an_older_generation_or_another_geom
     assert node.do(RecordsLearned([news, NamespaceRecord("ns", 0, 0, {})])) == []
 
 
+def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:
+    node = Node()
+    a, other = node.connect(), node.connect(peer=True)
+    node.open(a, "ns")
+    drop(node, a, "ns")
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 1))
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 2))
+    assert record(node, "ns").dropped
+    number = node.open(a, "ns")
+    assert "unknown_namespace" in fault(node, other, m.OpenNamespace(1, "ns", {}, 1))
+    opened = node.ask(other, m.OpenNamespace(1, "ns", {}, 2), m.Opened)
+    assert opened.namespace == number
+
+
 # --- the configuration
 
 

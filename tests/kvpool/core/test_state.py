@@ -19,7 +19,7 @@ from pdserve.kvpool.core.events import (
     TransfersDone,
 )
 from pdserve.kvpool.protocol import messages as m
-from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
+from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
 from tests.support.kvpool.profiled import calls_of
 
 HIT, MISS = m.HIT, m.MISS
@@ -73,6 +73,16 @@ def test_a_busy_class_grows_at_the_cost_of_an_idle_one() -> None:
         node.put(c, ns, k, length=8 * KIB)
     assert node.exists(c, ns, *range(100, 110))[-4:] == [1, 1, 1, 1]
     assert sum(node.exists(c, ns, *range(8))) < 8
+
+
+def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
+    node, c, ns = opened(slabs=2, slab_bytes=8 * KIB)
+    reader = node.connect()
+    node.put(c, ns, 1, 2, 3)
+    node.get(reader, ns, 1)
+    node.reserve(c, ns, 4)
+    assert statuses(node.reserve(c, ns, 9, length=8 * KIB)) == [FULL]
+    assert node.exists(c, ns, 1, 2, 3) == [1, 1, 1], "a slab with a held page was emptied"
 
 
 # --- leases

@@ -22,7 +22,7 @@ from pdserve.router.sessions.keys import (
     named,
     parse_sources,
 )
-from pdserve.router.sessions.table import SessionEntry, SessionTable
+from pdserve.router.sessions.table import MAX_WORKERS, OTHERS, SessionEntry, SessionTable
 from tests.support.memory import peak_bytes
 
 CHAINS = Chains(capacity=2)
@@ -344,6 +344,28 @@ def test_the_table_agrees_with_a_model_of_it(
             known = [fresh[link] for link in reversed(key.links) if link in fresh]
             assert table.get(key, now_s) == (known[0] if known else None)
         assert len(table) <= capacity
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1), st.randoms())
+def test_a_session_has_the_workers_of_all_processes_whatever_is_heard_first(turns: Any, rng: Any) -> None:
+    news = [
+        SessionEntry(f"r{n}", "d", float(n), turns=turn, workers=((f"w{worker}", turn),))
+        for n, (worker, turn) in enumerate(turns)
+    ]
+    rng.shuffle(news)
+    table, first = SessionTable(9, ttl_s=1000.0), dict[str, int]()
+    for entry in news:
+        table.merge("s", (), entry, entry.seen_s)
+        for name, turn in entry.workers:
+            first[name] = min(turn, first.get(name, turn))
+    found = table.get(named("s"), 1000.0)
+    assert found is not None
+    assert found.request_id == f"r{len(turns) - 1}", "the latest turn counts"
+    if len(first) < MAX_WORKERS:
+        assert dict(found.workers) == first
+    else:
+        assert len(found.workers) == MAX_WORKERS
+        assert found.workers[-1] == OTHERS
 
 
 def test_recording_new_sessions_clears_out_old_ones() -> None:

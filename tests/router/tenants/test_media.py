@@ -14,7 +14,7 @@ from pdserve.router.api.request_body import parse_request
 from pdserve.router.tenants.rights import ENGINE_FIELDS, check_fields, check_media, parse_tenant_request
 
 JPEG = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAgGBgcGBQgHBwcJCQgKDBQNDAsLDBkSEw8UHRofHh0aHBwg2Q=="
-DOMAINS = ("cdn.example.com", "*.images.example.org", "10.0.0.9")
+DOMAINS = ("Cdn.example.com", "*.images.example.ORG", "10.0.0.9")
 
 
 def chat(part: dict[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ eviction it knows nothing: a page may be gone at any time, but is never wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,6 +63,7 @@ class Lease:
     sequence: int
     count: int
     until_s: float
+    tags: set[int] = field(default_factory=set)  # of its sends
 
 
 @dataclass
@@ -266,6 +267,7 @@ class Clients(RuleBasedStateMachine):
                 lease = self.leases.setdefault((client, slot), Lease(pin.sequence, 0, 0.0))
                 lease.count += 1
                 lease.until_s = self.node.now_s + LEASE_S
+                lease.tags.add(pin.tag)
 
     @rule(data=st.data(), wrong=st.integers(0, 4))
     def release(self, data: st.DataObject, wrong: int) -> None:
@@ -320,9 +322,12 @@ class Clients(RuleBasedStateMachine):
 
     def pass_time(self, seconds: float) -> list[Action]:
         now_s = self.node.now_s + seconds
+        overdue = {held.tag for held in self.held.values() if held.until_s <= now_s}
+        overdue |= {tag for lease in self.leases.values() if lease.until_s <= now_s for tag in lease.tags}
         self.end(lambda held: held.until_s <= now_s)
         self.leases = {name: lease for name, lease in self.leases.items() if lease.until_s > now_s}
         actions = self.act(self.node.pass_time(seconds))
+        assert overdue & self.transfers.keys() <= self.cancelled, "a transfer goes on after its time"
         assert self.node.state.next_deadline_s > self.node.now_s
         return actions
 
