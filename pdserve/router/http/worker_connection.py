@@ -102,9 +102,9 @@ class WorkerConnection(Answer, asyncio.Protocol):
     limit_bytes: int
     """Of an answer that no sink takes."""
     said: dict[bytes, bytes]
-    """The headers by name; and, once `read_head` was called:"""
+    """The headers by name, once `read_head` was called."""
     is_stream: bool
-    """It is a stream of events."""
+    """The answer is a stream of events, as of the same call."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -177,7 +177,7 @@ class WorkerConnection(Answer, asyncio.Protocol):
         is here of the answer can be read until the connection is used again.
         """
         idle = self._pool.idle
-        self.owner = None
+        self.owner = self.sink = None
         if self.is_paused:
             self.go_on(math.inf)
         if self.is_whole and self.keeps and len(idle) < MAX_IDLE:
