@@ -1,5 +1,6 @@
 """Sessions of coding agents by AIPerf, the tool that others measure with: its `synthesize agentic-code` makes
-them, and its `profile` sends them to each contender in turn.
+them, and its `profile` sends them to each contender in turn. `--trace` replays what a router recorded
+(`trace.file`), or any trace in Mooncake's format, in place of them.
 
 Lengths and delays are divided by `--shrink`; what shares a prefix shares it still. AIPerf needs an
 environment of its own, as its versions of packages are not ours: `python -m venv DIR`, `DIR/bin/pip install
@@ -56,7 +57,8 @@ def main(
     aiperf: Annotated[Path, typer.Option(help="The program.")],
     model: ModelOption,
     against: Annotated[str, typer.Option(help="Contenders; ratios are over the first.")] = "plain,agg",
-    sessions: Annotated[int, typer.Option(min=1, help="Conversations.")] = 6,
+    recorded: Annotated[Path | None, typer.Option("--trace", help="Replay this trace's sessions.")] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="Conversations that are made.")] = 6,
     shrink: Annotated[int, typer.Option(min=1, help="Divides lengths and delays.")] = 32,
     longest: Annotated[int, typer.Option(min=1, help="Longest prompt, before it is divided.")] = 100_000,
     concurrency: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 2,
@@ -68,7 +70,8 @@ def main(
     format: FormatOption = "text",
     extra: ExtraArgs = None,
 ) -> None:
-    title = f"agentic-code, {sessions} sessions, divided by {shrink}, {concurrency} at a time"
+    load = f"agentic-code, {sessions} sessions" if recorded is None else f"trace {recorded.name}"
+    title = f"{load}, divided by {shrink}, {concurrency} at a time"
     output = Output(format, load=title, model=model.name, seed=seed, against=against)
     found: list[Measured] = []
     with settings_of(model, device_tokens, extra, out, pool_capacity=pool_capacity) as settings:
@@ -76,7 +79,9 @@ def main(
             names = against.split(",")
             for name in names if number % 2 == 0 else reversed(names):
                 work = settings.directory / f"round-{number}-{name}"
-                trace = _trace(aiperf, work, sessions, longest, seed + number, shrink)
+                work.mkdir(parents=True, exist_ok=True)
+                made = recorded or _made(aiperf, work, sessions, longest, seed + number)
+                trace = _shrunk(made, work / "trace.jsonl", shrink)
                 say(f"round {number + 1}: {name}")
                 with launched(name, settings) as cluster:
                     report = _profile(aiperf, work, cluster.url, settings.model, trace, shrink, concurrency)
@@ -85,14 +90,17 @@ def main(
     output.show(table_of(found, f"{title}, {model.name}"))
 
 
-def _trace(aiperf: Path, work: Path, sessions: int, longest: int, seed: int, shrink: int) -> Path:
-    """A trace of AIPerf's, with shorter lengths and delays."""
-    work.mkdir(parents=True, exist_ok=True)
+def _made(aiperf: Path, work: Path, sessions: int, longest: int, seed: int) -> Path:
+    """A trace of AIPerf's."""
     words = ("synthesize", "agentic-code", "--num-sessions", sessions, "--max-isl", longest, "--seed", seed)
     _run(aiperf, work, *words, "--output", work / "made")
     (made,) = (work / "made").glob("*/dataset.jsonl")
-    lines = [json.loads(line) for line in made.read_text().splitlines()]
-    shrunk = work / "trace.jsonl"
+    return made
+
+
+def _shrunk(trace: Path, shrunk: Path, shrink: int) -> Path:
+    """The trace with shorter lengths and delays."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
     shrunk.write_text("".join(json.dumps(shrunk_line(line, shrink)) + "\n" for line in lines))
     return shrunk
 
