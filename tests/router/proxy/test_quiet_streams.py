@@ -71,10 +71,10 @@ class Moment:
         self.is_over = True
 
 
-async def quiet(harness: Harness) -> None:
+async def quiet(harness: Harness, quiet_s: float = 4 * EARLY_S) -> None:
     """Until the router has had several occasions to send a comment."""
     deadlines = harness.router.upstream.deadlines
-    moment = Moment(deadlines.loop.time() + 4 * EARLY_S)
+    moment = Moment(deadlines.loop.time() + quiet_s)
     deadlines.watched.add(moment)
     await harness.until(lambda: moment.is_over)
     deadlines.watched.discard(moment)
@@ -222,13 +222,14 @@ async def test_a_worker_that_answers_whole_in_time_is_passed_on_though_its_body_
         await gate.passed()
         await wire.raw(ANSWER)
 
-    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
+    in_time = msgspec.structs.replace(PATIENT, early_head_s=1.0)  # also where this process pauses
+    async with disagg(deadlines=in_time, prefill=0) as (harness, _, [decode]):
         decode.script(CHAT, script)
         client = await asked(harness)
         await gate.reached.wait()
         worker = harness.router.fleet.workers[0]
         await harness.until(lambda: worker.in_flight == 1)
-        await quiet(harness)
+        await quiet(harness, 1.2)
         gate.open.set()
         assert (await client.response()).body == ANSWER
 
