@@ -48,7 +48,7 @@ DEVICE_TOKENS: Final = 8192
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One process at one time: private memory, descriptors."""
+    """One process and its children at one time: private memory, descriptors."""
 
     at_s: float
     name: str
@@ -157,6 +157,7 @@ class Soak:
 
     async def _request(self, session: Session, request: Request) -> None:
         body = {**session.prompt(request), **asked(self._model, request.output_tokens)}
+        del body["return_token_ids"]  # a stream that tells them ends with its worker
         said = await self._client.request(body, {"x-session-id": f"soak-{id(session)}"})
         session.receive(request, () if said.error else said.token_ids)
         counts = self.counts
@@ -210,7 +211,9 @@ class Soak:
     def _sample(self, number: int) -> None:
         for name, process in self._processes():
             try:
-                memory, descriptors = process.memory_full_info().uss, process.num_fds()
+                tree = [process, *process.children(recursive=True)]
+                memory = sum(one.memory_full_info().uss for one in tree)
+                descriptors = sum(one.num_fds() for one in tree)
             except psutil.Error:
                 continue  # it is just being killed or replaced
             at_s = time.monotonic()

@@ -260,7 +260,7 @@ class Session:
             self._ids = []
         for span in request.spans:
             self._ids += ids_of(self._seed, span)
-        return {"prompt": self._ids, "return_token_ids": True}
+        return {"prompt": [*self._ids], "return_token_ids": True}
 
     def receive(self, request: Request, said: Sequence[int]) -> None:
         """The answer's ids; without any, one of the planned length is made up, so that the load stays what it
