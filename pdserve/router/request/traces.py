@@ -123,12 +123,16 @@ class Tracer:
 
 
 def block_ids(key: bytes, scope: str, prompt: bytes | memoryview, tokens: int) -> list[int]:
-    """One number below 2^53 for each BLOCK_TOKENS tokens, the last ones of which may be few."""
+    """One number below 2^53 for each BLOCK_TOKENS tokens. The last tokens may be fewer: then their number is of
+    this many, since whoever replays a trace makes text of one length for each number.
+    """
     digest = blake2b(scope.encode("utf-8", "surrogatepass") + b"\0", key=key, digest_size=6)
     ids = []
     for number in range(-(-tokens // BLOCK_TOKENS)):
         # past the end of the text the number of the block keeps its numbers apart
         digest.update(prompt[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] or b"%d" % number)
+        if tokens < (number + 1) * BLOCK_TOKENS:
+            digest.update(b"\0%d" % (tokens % BLOCK_TOKENS))
         ids.append(int.from_bytes(digest.digest(), "little"))
     return ids
 

@@ -50,6 +50,15 @@ def test_a_prompt_has_one_number_for_each_block_of_tokens(tokens: int, prompt: b
     assert all(0 <= number < 1 << 53 for number in ids)
 
 
+@given(st.integers(1, 9 * BLOCK_TOKENS), st.integers(1, 9 * BLOCK_TOKENS))
+def test_a_number_always_stands_for_as_many_tokens(tokens: int, others: int) -> None:
+    lengths: dict[int, int] = {}
+    for count in (tokens, others):
+        for block, number in enumerate(block_ids(KEY, "model", b"a" * 12 * BLOCK_BYTES, count)):
+            length = min(BLOCK_TOKENS, count - block * BLOCK_TOKENS)
+            assert lengths.setdefault(number, length) == length
+
+
 @given(
     st.integers(0, 8 * BLOCK_BYTES), st.binary(min_size=1, max_size=99), st.binary(min_size=1, max_size=99)
 )
