@@ -123,8 +123,8 @@ class Tracer:
 
 
 def block_ids(key: bytes, scope: str, prompt: bytes | memoryview, tokens: int) -> list[int]:
-    """One number below 2^53 for each BLOCK_TOKENS tokens. The last tokens may be fewer: then their number is of
-    this many, since whoever replays a trace makes text of one length for each number.
+    """One number below 2^53 for each BLOCK_TOKENS tokens. The last tokens may be fewer: then their number is
+    of this many, since whoever replays a trace makes text of one length for each number.
     """
     digest = blake2b(scope.encode("utf-8", "surrogatepass") + b"\0", key=key, digest_size=6)
     ids = []
