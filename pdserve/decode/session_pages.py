@@ -4,8 +4,9 @@ A router names the session and the number of the turn in a header (`x-pdserve-se
 is busy from its start, and once it is answered the digests of its pages are added. A page's digest says all
 of the pages before it: of a chain only what lies behind the last known digest is new.
 
-Bound: MAX_BYTES in all. The session without a request for the longest time is forgotten first. So a worker
-says of a session from which turn on it knows all pages, and whoever asks knows whether that is early enough.
+Bounds: MAX_BYTES of digests, and MAX_SESSIONS, since a session of short prompts has no digest. The session
+without a request for the longest time is forgotten first. So a worker says of a session from which turn on it
+knows all pages, and whoever asks knows whether that is early enough.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pdserve.engine.page_names import PageNames, RequestPages
 
 MAX_BYTES: Final = 64 << 20
 """The digests of two million pages."""
+MAX_SESSIONS: Final = 32_768
 DIGEST_BYTES: Final = 32
 NAMED_AT_ONCE_BYTES: Final = 1024 * DIGEST_BYTES
 """2 ms with eight ranks. More is left to a thread."""
@@ -90,7 +92,7 @@ class SessionPages:
         session.running -= 1
         if not session.running:
             session.idle.set()
-        while self._bytes > self._max_bytes:
+        while self._bytes > self._max_bytes or len(self._sessions) > MAX_SESSIONS:
             oldest = next((name for name, one in self._sessions.items() if not one.running), "")
             if not oldest:
                 break

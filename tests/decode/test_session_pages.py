@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.decode import session_pages
 from pdserve.decode.erase import IDLE_S, Erase
 from pdserve.decode.session_pages import SessionPages
 from pdserve.decode.settle import WriteBack
@@ -157,6 +158,16 @@ async def test_a_session_that_was_forgotten_is_known_from_a_later_turn_on() -> N
     assert [(await worker.erase(name))["turn"] for name in "bs"] == [1, 0]
     await worker.turn(4, prompt=list(range(12)))
     assert (await worker.erase())["turn"] == 4
+    await worker.follows.close()
+
+
+@virtually
+async def test_sessions_without_a_whole_page_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_pages, "MAX_SESSIONS", 2)
+    worker = Worker()
+    for name in "abc":
+        await worker.turn(1, session=name, prompt=[1])
+    assert [(await worker.erase(name))["turn"] for name in "abc"] == [0, 1, 1]
     await worker.follows.close()
 
 
