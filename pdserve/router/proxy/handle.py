@@ -61,7 +61,8 @@ class Proxy:
         self._gate = gate
         self._stats = stats
         self._loop = parts.loop
-        self._watched = self.running = upstream.deadlines.watched
+        self.running: Final = upstream.deadlines.watched
+        """The requests that are served now."""
         self._tracer = tracer
         self._cors = cors
         self._has_extras = tracer is not None or cors is not None
@@ -87,7 +88,7 @@ class Proxy:
     async def handle(self, request: Request) -> None:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
         bodies, gate, understanding, size = self._bodies, self._gate, self._understanding, len(request.body)
-        self._watched.add(request)
+        self.running.add(request)
         self._stats.in_flight += 1
         if self._has_extras:
             self._begin_extras(request)
@@ -142,7 +143,7 @@ class Proxy:
             logger.exception("a request failed inside the router")
             await request.break_off(500, "Internal error in the router.", "internal_error")
         finally:
-            self._watched.discard(request)
+            self.running.discard(request)
             bodies.held_bytes -= request.held_bytes
             self._account.end(request)
 
