@@ -326,9 +326,8 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection, 
     report = None if is_foreign else _decode_report(up.take())
     if report is not None and (report.missed or report.turns != "0"):
         report.check()
-    circuit = worker.circuit
-    if circuit.failures or circuit.retry_at_s:
-        parts.on_well(worker)
+    if worker.circuit.failures:
+        parts.fleet.on_success(worker)
     if report is None:
         _note_plain(parts, request, worker)
         parts.stats.prefill["ok"] += 1
@@ -343,7 +342,7 @@ def _failed(parts: Parts, request: Request, worker: Worker, error: BaseException
     """The outcome of a failure. Raises WorkerAnswerError where the request is at fault."""
     if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
         parts.stats.prefill["client-error"] += 1
-        parts.on_well(worker)
+        parts.fleet.on_success(worker)
         raise error
     parts.suspects.on_failure(request, worker, error)
     outcome = outcome_of(error)
