@@ -199,7 +199,9 @@ class Proxy:
             if first is not None:
                 word = await prefill(parts, request, first)
                 request.words += (word,)
-            request.phase, request.asked_s = "decode", time.monotonic()
+            else:
+                request.asked_s = time.monotonic()
+            request.phase = "decode"
             failure = await self._decode.attempt(request, decode)
         finally:
             fleet.on_released(decode, request.queued_tokens)
