@@ -213,7 +213,7 @@ class Decode:
                 self._begin_stream(request, up)
             marks = request.marks
             assert marks is not None
-            data = marks.take_any(data, True)
+            data = marks.take(data, True)
             if not request.is_started:
                 request.begin_stream(up)
             if data and meter is not None and marks.used is None:
