@@ -13,9 +13,9 @@ from pdserve.router.native import heads
 from pdserve.router.request.stream_marks import StreamMarks
 from tests.support.router.call_count import Cost, bench
 
-STREAM = Cost(frames=70, c_calls=82, bytecodes=3603)
+STREAM = Cost(frames=65, c_calls=74, bytecodes=3337)
 """Of a stream of one chunk, with a prefill stage."""
-WHOLE = Cost(frames=68, c_calls=69, bytecodes=3322)
+WHOLE = Cost(frames=62, c_calls=68, bytecodes=3121)
 """Of a whole answer, with a prefill stage."""
 CHUNK = Cost(frames=3, c_calls=5, bytecodes=174)
 """Of a further chunk."""
