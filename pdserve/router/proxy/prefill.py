@@ -75,12 +75,16 @@ _settled_decoder = msgspec.json.Decoder(SettledReport)
 
 
 async def settle(parts: Parts, request: Request, asked: Settle) -> str:
-    """Wait, bounded, until the pages of the session's last turn are in the pool. Never fails: pages that are
-    missing then are computed again. Returns the outcome as a word of the plan.
+    """Wait until the pages of the session's last turn are in the pool, for so long after its answer at most.
+    A turn that comes later asks nobody. Never fails: pages that are missing then are computed again. Returns
+    the outcome as a word of the plan.
     """
     wait_s = parts.limits_s.settle_s
     if wait_s <= 0:
         return "settle=off"
+    wait_s -= parts.loop.time() - asked.answered_s
+    if wait_s <= 0:
+        return "settle=past"
     if asked.worker.lacks("settled"):
         return "settle=absent"
     request.phase = "settle"

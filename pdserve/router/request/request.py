@@ -315,7 +315,7 @@ class Request(ClientRequest):
                 made.lines = _JSON_LINES % id_
             else:
                 made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
-                made.set_lines()
+                made.lines = b""  # made when all is known of which they tell
             return made
 
         return make
