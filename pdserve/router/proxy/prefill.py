@@ -134,6 +134,8 @@ class PrefillReport(msgspec.Struct):
     publish_ms: float = 0.0
     turns: Annotated[str, Meta(max_length=1024)] = "0"
     """Which earlier answers it gave recorded tokens, a bit for each segment of the prompt."""
+    first: Annotated[str, Meta(max_length=64)] = ""
+    """The answer's first token, and what it follows from, as a decode worker judges it. Empty: none."""
 
     def check(self) -> None:
         """Raises msgspec.ValidationError for words that may not become headers. msgspec's `pattern` looks at
@@ -405,6 +407,8 @@ def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport)
         request.meter.prompt_tokens = prompt_tokens
     if request.plan.handoff == "pool":
         request.turns_line = NO_TURNS
+        if report.first.isalnum():  # else it could end the header
+            request.cached_before += b"x-pdserve-first: %b\r\n" % report.first.encode()
         if report.turns not in ("", "0"):
             request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
         request.published_s = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0

@@ -111,6 +111,17 @@ async def test_pages_that_were_not_published_in_time_do_not_hold_up_decode() -> 
         assert found == "device=8, host=0, pool=16, computed=16"
 
 
+async def test_the_decode_worker_gets_the_token_that_was_sampled_behind_the_prompt() -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        told = ["42x9f0c", "", "42\r\nset-cookie: a=b", "x" * 65]
+        prefill.script("/pd/prefill", *[answer(200, REPORT | {"first": each}) for each in told])
+        for each in ("42x9f0c", None, None, None):
+            await harness.chat()
+            headers = decode.requests[-1].headers
+            assert headers.get("x-pdserve-first") == each
+            assert "set-cookie" not in headers
+
+
 async def test_why_pages_were_missed_is_told_and_no_worker_writes_other_headers_by_it() -> None:
     async with disagg() as (harness, [prefill], _):
         told = ["evicted=16;age_s=3.5", "", "evicted=16\r\nset-cookie: a=b", "x" * 513]
