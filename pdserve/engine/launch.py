@@ -98,7 +98,8 @@ def run_worker(config: WorkerConfig, role: Role, routes: Callable[[Worker], Work
         metrics, shelf = WorkerMetrics(), _shelf(config, pool)
         if shelf is not None:
             owned.callback(shelf.close)
-        engine = Engine(drain, metrics, config.exact_turns, shelf)
+        stored = namespace if config.storage == "pool" else ""
+        engine = Engine(drain, metrics, config.exact_turns, shelf, stored)
 
         longest = longest_tokens(found) if _stages(config) else 0
 

@@ -25,7 +25,7 @@ from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.request_context import bootstrap_of_request, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages
-from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request, run_prefill
+from pdserve.engine.sglang.prompt import FOR_THE_POOL, Prefilled, prefill_request, run_prefill
 from pdserve.errors import RequestError
 from pdserve.prefill.missed_pages import MissedPages, header_of
 from pdserve.tracing import timed
@@ -115,6 +115,7 @@ class Prefill:
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),
             "publish_ms": round(publish_s * 1e3, 3),
             "turns": f"{record.turns_taken:x}",
+            "first": first_of(record, outcome),
         }
 
     async def _published(self, pages: RequestPages, found: list[bytes], *, is_new: bool = False) -> int:
@@ -134,3 +135,11 @@ class Prefill:
         finally:
             waiting.cancel()
             leaving.cancel()
+
+
+def first_of(record: HttpRequest, outcome: Prefilled) -> str:
+    """The token that was sampled behind the request's one prompt, and a digest of what it follows from
+    (`engine/sglang/first_tokens.py`). Empty where that cannot be said.
+    """
+    digests = [made.first_digest for made in record.requests.values()]
+    return f"{outcome.token}x{digests[0]}" if outcome.token is not None and any(digests) else ""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,34 @@ def test_a_conversation_goes_on_from_the_very_tokens_it_had(agg_worker: Worker, 
         ).json()
         assert same["sglext"]["output_ids"][0] == turn.output_ids
         assert same["choices"][0]["message"]["content"] == turn.text
+
+
+def _items(server: Worker) -> list[tuple[int, int, int]]:
+    """A conversation of Responses that sends all items back; (prompt, cached, answer) tokens of each turn."""
+    items: list[dict[str, Any]] = []
+    turns = []
+    for number in range(TURNS):
+        items.append({"role": "user", "content": f"Item {number}: " + SAYS[number % 2] * 2})
+        body = {"model": "demo-tiny", "temperature": 0, "max_output_tokens": 48, "store": False}
+        answer = http.post(f"{server.url}/v1/responses", json={**body, "input": items}, timeout=120.0)
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        items += said["output"]
+        usage = said["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        turns.append((usage["input_tokens"], cached, usage["output_tokens"]))
+    return turns
+
+
+def test_items_of_responses_go_on_from_the_very_tokens_as_chats_do(
+    agg_worker: Worker, plain_worker: Worker
+) -> None:
+    exact, plain = _items(agg_worker), _items(plain_worker)
+    for (prompt, _, output), (_, cached, _) in pairwise(exact):
+        assert cached == (prompt + output - 1) // PAGE * PAGE
+    assert sum(prompt - cached for prompt, cached, _ in exact) < sum(
+        prompt - cached for prompt, cached, _ in plain
+    )
 
 
 def test_tenants_find_no_tokens_of_each_other(agg_worker: Worker) -> None:

@@ -114,9 +114,9 @@ def test_memory_is_mapped_within_a_host_and_never_between_two(
     until(lambda: "is ready at" in log.read_text(), log.read_text)
     look = ("-m", "tests.support.netns.paths", address)
     try:
-        near = json.loads(ask(hosts, "one", *look, "1", *ca))
+        near = json.loads(ask(hosts, "one", *look, "1", "auto", *ca))
         before = hosts.network.received_bytes("one")
-        other = json.loads(ask(hosts, "two", *look, "2", *ca))
+        other = json.loads(ask(hosts, "two", *look, "2", "ucx" if way == "ucx" else "auto", *ca))
         crossed = hosts.network.received_bytes("one") - before
     finally:
         node.kill()

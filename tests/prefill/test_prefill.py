@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.engine.commits import MOMENT_S, Commits
 from pdserve.engine.http.cache_report import Found, Reuse
-from pdserve.engine.http.request import current_request
+from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.request_context import Bootstrap, bootstrap_of_request, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages
@@ -166,6 +166,22 @@ def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits_if_sglang_needs_
 
     published(Noting(PAGES), monkeypatch, hands_over=hands_over)
     assert rooms[-1] == room
+
+
+# --- the token behind the prompt
+
+
+@pytest.mark.parametrize(
+    ("digests", "token", "said"),
+    [(["d1"], 42, "42xd1"), (["d1"], 0, "0xd1"), (["d1"], None, ""), ([""], 42, ""), ([], 42, "")],
+)
+def test_the_sampled_token_is_reported_with_what_it_follows_from(
+    digests: list[str], token: int | None, said: str
+) -> None:
+    record = HttpRequest("id", "/pd/prefill")
+    for number, digest in enumerate(digests):
+        record.requests[str(number)] = SglangRequest(str(number), State(), first_digest=digest)
+    assert routes.first_of(record, Prefilled(16, [Found()], {}, token)) == said
 
 
 # --- why pages were computed

@@ -44,6 +44,8 @@ TURNS_HEADER = b"x-pdserve-turns"
 """Which segments of the prompt the prefill worker gave recorded tokens (`engine/turns`): a bit for each, as a
 hexadecimal number."""
 MAX_TURNS_DIGITS = 1024
+FIRST_HEADER = b"x-pdserve-first"
+"""The first token of the answer, as the prefill worker has sampled it (`sglang/first_tokens.py`)."""
 
 
 class EngineRequest(Protocol):
@@ -53,6 +55,8 @@ class EngineRequest(Protocol):
     input_ids: Sequence[int] | None  # the prompt's tokens; None until they are known
     extra_key: str | None
     cache_salt: str | None
+    first_digest: str
+    """Of a prefill: what the token behind the prompt follows from; empty: it is not said."""
 
     @property
     def was_sent(self) -> bool:
@@ -93,6 +97,8 @@ class HttpRequest:
     """The segments that get recorded tokens, a bit for each, as another worker has chosen. None: none has."""
     turns_taken: int = 0
     """Those that got some here."""
+    first_token: bytes = b""
+    """Of the answer, and what it follows from, as another worker says; empty: none has."""
     keep_s: int = 0
     """For how long the pool is to keep its pages; 0: as ever."""
     shared_tokens: int | None = None
@@ -179,6 +185,7 @@ class RequestTracking:
             scope["path"],
             found,
             turns_wanted=_turns(_header(scope, TURNS_HEADER)),
+            first_token=_header(scope, FIRST_HEADER),
             keep_s=_number(_header(scope, KEEP_HEADER), 6) or 0,
             shared_tokens=_number(_header(scope, FINAL_HEADER), 9),
             **_session(_header(scope, SESSION_HEADER)),

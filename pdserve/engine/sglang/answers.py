@@ -17,15 +17,18 @@ def found_of(cached_tokens: int, details: Mapping[str, Any] | None) -> Found:
     return Found(*(details.get(tier) or 0 for tier in ("device", "host", "storage")))
 
 
-def note_counts(output: Any, reuse_of: Callable[[str], Reuse | None]) -> None:
+def note_counts(output: Any, reuse_of: Callable[[str, int, Any], Reuse | None]) -> None:
     """Record what each request of a batch of the scheduler's output found cached. The batch stays as it is:
-    SGLang's own metrics and traces count from it. `reuse_of`: by SGLang's request id.
+    SGLang's own metrics and traces count from it. `reuse_of`: by SGLang's request id, the tokens of its
+    answer and the reason of its end; None where nothing is known yet.
     """
     counts, details = getattr(output, "cached_tokens", None), getattr(output, "cached_tokens_details", None)
     if not counts:
         return
+    tokens, ends = getattr(output, "completion_tokens", None), getattr(output, "finished_reasons", None)
     for i, rid in enumerate(output.rids):
-        if (reuse := reuse_of(rid)) is not None:
+        reuse = reuse_of(rid, tokens[i] if tokens else 0, ends[i] if ends else None)
+        if reuse is not None:
             reuse.note(rid, found_of(counts[i], details[i] if details else None), output.prompt_tokens[i])
 
 

@@ -28,8 +28,11 @@ class Engine:
         metrics: WorkerMetrics,
         exact: ExactTurnsConfig | None = None,
         shelf: Shelf | None = None,
+        namespace: str = "",
     ) -> None:
-        """`exact`: give earlier answers the tokens that they were made of. `shelf`: these in the pool."""
+        """`exact`: give earlier answers the tokens that they were made of. `shelf`: these in the pool.
+        `namespace`: of the worker's pages; empty: they are in no pool.
+        """
         self.app: Any = None
         self.has_started = False
         """The first generation has gone through."""
@@ -41,6 +44,7 @@ class Engine:
         self._exact = exact
         self._memory = Memory(MEMORY_BYTES)
         self._shelf = shelf
+        self._namespace = namespace
         self._drain = drain
         self._metrics = metrics
 
@@ -49,7 +53,7 @@ class Engine:
         self.tokenizer_manager = tokenizer_manager
         self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
-        tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns)
+        tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns, self._namespace)
         text_offsets.install()
 
     def take_places(self) -> None:

@@ -1,8 +1,8 @@
 """A client's body as SGLang's own serving code understands it, reduced to its prefill.
 
 Chat templates, tools and tokenisation are SGLang's: the body goes through the same classes as on the decode
-worker, so both see the same token ids. Afterwards only the generation is changed: one token, greedy, no
-grammar, no logprobs. The answer is thrown away.
+worker, so both see the same token ids. Afterwards only the generation is changed: one token, no grammar, no
+logprobs. The token is sampled as the client asks: it may be the first one of the answer (`first_tokens.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.scheduler import POOL_ROOM, PULL_ID
 from pdserve.engine.sglang.exact_turns import SglangTurns
+from pdserve.engine.sglang.first_tokens import sampled
 from pdserve.errors import RequestError
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.
@@ -66,6 +67,7 @@ class Prefilled:
     prompt_tokens: int
     found: list[Found]  # what was cached of each prompt
     cached_tokens: dict[str, int]  # by SGLang's request id
+    token: int | None = None  # that was sampled behind the prompt, where that is one
 
 
 async def prefill_request(
@@ -101,7 +103,8 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
             answers = answer  # not streaming: one answer, a list of them for several prompts
     except ValueError as error:
         raise RequestError(400, str(error)) from error
-    metas = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
+    each = answers if isinstance(answers, list) else [answers]
+    metas = [answer["meta_info"] for answer in each]
     for meta in metas:
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
@@ -115,6 +118,7 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
         prompt_tokens=sum(meta["prompt_tokens"] for meta in metas),
         found=[found_of(meta.get("cached_tokens", 0), meta.get("cached_tokens_details")) for meta in metas],
         cached_tokens={meta["id"]: meta.get("cached_tokens", 0) for meta in metas},
+        token=sampled(each[0].get("output_ids"), metas[0].get("finish_reason")) if len(each) == 1 else None,
     )
 
 
@@ -237,7 +241,7 @@ def _reduced(sampling_params: Any) -> Any:
     if isinstance(sampling_params, list):
         return [_reduced(one) for one in sampling_params]
     kept = {k: v for k, v in (sampling_params or {}).items() if k not in _GENERATION_ONLY}
-    return {**kept, "max_new_tokens": 1, "n": 1, "temperature": 0.0}
+    return {**kept, "max_new_tokens": 1, "n": 1}
 
 
 def _first_line(error: pydantic.ValidationError) -> str:

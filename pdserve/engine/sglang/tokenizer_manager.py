@@ -42,9 +42,11 @@ from pdserve.engine.http.request_context import bootstrap_of_request, salt_of_re
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts, under_one_id
+from pdserve.engine.sglang.children.first_tokens import without_first
 from pdserve.engine.sglang.children.scheduler import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.engine.sglang.exact_turns import SglangTurns
+from pdserve.engine.sglang.first_tokens import digest_of, take
 from pdserve.engine.sglang.long_texts import SHORT_CHARS, TextThreads, chars
 from pdserve.engine.sglang.serving import chat_class
 from pdserve.engine.sglang.text_offsets import locate
@@ -69,6 +71,8 @@ class SglangRequest:
     cache_salt: str | None = None
     continuation: Continuation | None = None  # where it continues another worker's stream
     dp_rank: int | None = None  # where it was decided here
+    first_digest: str = ""  # of a prefill: what its token follows from
+    has_first: bool = False  # its answer begins with a token that a prefill worker has sampled
     reuse: Reuse | None = None
     tell_abort: Callable[[str], None] | None = None
 
@@ -86,6 +90,10 @@ class SglangRequest:
             return []
         output = list(self.state.output_ids)
         return [*self.input_ids, *output[:-1]]
+
+    def is_early(self, answer_tokens: int, finish: Any) -> bool:
+        """Whether an output with so many tokens was sent before anything was computed here."""
+        return self.has_first and answer_tokens <= 1 and not finish
 
     def abort(self) -> None:
         assert self.tell_abort is not None
@@ -109,13 +117,16 @@ class TrackedRequests:
         metrics: WorkerMetrics | None = None,
         is_stopping: Callable[[], bool] = lambda: False,
         turns: SglangTurns | None = None,
+        namespace: str = "",
     ) -> None:
         """Begin, once SGLang has made this object. `is_stopping`: this server's end aborts what runs.
-        `turns`: gives prompts the tokens that they had before.
+        `turns`: gives prompts the tokens that they had before. `namespace`: of the worker's pages; without
+        one first tokens are neither told nor taken.
         """
         self._metrics = metrics
         self._is_stopping = is_stopping
         self._turns = turns
+        self._namespace = namespace
         self._media_is_named = names_media(self)
         ranks = int(self.elastic_worker_count)
         self._dp_ranks = DpRanks(ranks) if ranks > 1 else None
@@ -157,9 +168,9 @@ class TrackedRequests:
             return await tokenize()
         return await self.text_threads.finish(tokenize, size_chars)
 
-    def _reuse_of(self, rid: str) -> Reuse | None:
+    def _reuse_of(self, rid: str, answer_tokens: int, finish: Any) -> Reuse | None:
         made = self._made.get(rid)
-        return None if made is None else made.reuse
+        return None if made is None or made.is_early(answer_tokens, finish) else made.reuse
 
     def _continuation_of(self, rid: str) -> Continuation | None:
         made = self._made.get(rid)
@@ -198,10 +209,15 @@ class TrackedRequests:
         if self._is_stopping() and any(map(is_aborted, answers)):
             http.stop()
         tell_counts(answers, http.reuse)
-        if http.first is None:
+        if http.first is None and not self._are_early(answers):
             http.first = first_token(answers)
             if self._metrics is not None:
                 self._metrics.count(http.first, http.reuse.by_tier())
+
+    def _are_early(self, answers: Sequence[dict[str, Any]]) -> bool:
+        meta = (answers[0].get("meta_info") or {}) if answers else {}
+        made = self._made.get(meta.get("id", ""))
+        return made is not None and made.is_early(meta.get("completion_tokens", 0), meta.get("finish_reason"))
 
     async def _record(self, turn: Turn, http: HttpRequest, answers: Sequence[dict[str, Any]]) -> None:
         """The answers that are finished with these."""
@@ -259,6 +275,7 @@ class TrackedRequests:
         pairs = [(made, one) for one in tokenized if (made := self._made.get(one.rid))]
         for made, one in pairs:
             self._extend(http, made, one)
+            self._note_first(http, made, one)
             _name(made, one, token_ids(one, media_is_named=self._media_is_named))
             if self._dp_ranks is not None:
                 await self._place(self._dp_ranks, made, one)
@@ -288,6 +305,16 @@ class TrackedRequests:
         except ValueError as error:
             http.stream.refuse(RequestError(400, str(error)))
             raise
+
+    def _note_first(self, http: HttpRequest, made: SglangRequest, tokenized: Any) -> None:
+        """Of a prefill: what its token follows from. Else the answer begins with the token that came."""
+        if not self._namespace or len(http.requests) != 1 or made.continuation is not None:
+            return
+        if http.path == PREFILL and tokenized.input_ids is not None:
+            made.first_digest = digest_of(tokenized, self._namespace)
+        elif http.first_token:
+            vocabulary = self.model_config.vocab_size
+            made.has_first = take(http.first_token, tokenized, self._namespace, vocabulary)
 
 
 @functools.cache
@@ -327,6 +354,7 @@ def _bound(obj: Any, tokenized: Any, vocabulary: int) -> None:
     ids = tokenized.input_ids if tokenized.mm_inputs is None else obj.input_ids
     check_ids(() if ids is None else ids, vocabulary)
     if (sampling := tokenized.sampling_params) is not None:
+        without_first(sampling)  # a client has no say in it
         bound_sampling(sampling, vocabulary)
     if not getattr(tokenized, "return_logprob", False):
         return

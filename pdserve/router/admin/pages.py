@@ -121,8 +121,8 @@ class Pages:
         return _told(told, _gaps(turns, told)) | {"turns": sum(one.turns for one in turns)}
 
     def _key(self, asked: Erasing, model: str) -> SessionKey:
-        key = named(asked.session).of_model(model)
-        return key.within(asked.tenant) if self._router.gate.tenants.has_keys else key
+        tenant = asked.tenant if self._router.gate.tenants.has_keys else ""
+        return named(asked.session).of_model(model, tenant)
 
     def _turns(self, asked: Erasing) -> list[SessionEntry]:
         """The last turn of a session, for each model that has served it."""

@@ -21,7 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.metric import Labels
 from pdserve.router.admission.queue import FairQueue, Lane, State, Ticket
-from pdserve.router.admission.start_by import CODE, start_within_s
+from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import OTHERS
@@ -162,16 +162,20 @@ class Gate:
 
     def start(self, request: Request, tenant: TenantState, slots: int, now_s: float) -> bool:
         """Let a request that has come run, where nobody waits and nothing keeps it from that; it must `leave`
-        then. False: it must `enter`. `slots`: those of its model now.
+        then. False: it must `enter`. `slots`: those of its model now. Raises RequestError (429) if its tenant
+        is over a rate.
         """
-        if tenant.has_rates or not request.is_plain:
+        if not (request.is_plain or HEADERS.isdisjoint(request.fields)):
             return False
-        lane = self.queue.start(request.model, tenant, slots)
+        lane = self.queue.free_lane(request.model, tenant, slots)
         if lane is None:
             return False
+        facts = request.facts
+        if tenant.has_rates:
+            tenant.take(facts.charged_tokens, now_s, facts.answers)
+        lane.start(tenant)
         request.lane, request.entered_s = lane, now_s
         tenant.use.requests += 1
-        facts = request.facts
         if facts.choices == facts.prompts == 1:
             request.meter = meter = copied(ONE_ANSWER[request.path])
             meter.charged_tokens = facts.charged_tokens

@@ -17,8 +17,9 @@ workers together; placement decides which worker gets how many. Within a lane:
 - A lane without slots has no worker that is ready. Its requests wait for one in the same order. That time has
   a limit of its own, `worker_wait_s`, and puts off the deadline.
 
-A request that runs at once needs no ticket: its lane counts it (`start`, `end`). Each ticket is in one
-state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the caller to wake.
+A request that runs at once needs no ticket: its lane counts it (`free_lane`, `Lane.start`, `end`). Each
+ticket is in one state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the caller
+to wake.
 
     NEW -> RUNNING -> OVER
     NEW -> WAITING -> RUNNING | REFUSED | OVER (its client left)
@@ -112,6 +113,12 @@ class Lane:
         self.turn_of: dict[TenantState, float] = {}
         """A tenant's next turn, while requests wait. A tenant that was away does not catch up."""
 
+    def start(self, tenant: TenantState) -> None:
+        """A request of the tenant runs in the lane from now on; `FairQueue.end` is due when it is over."""
+        self.running += 1
+        self.running_of[tenant] += 1
+        tenant.running += 1
+
     def resize(self, slots: int, now_s: float) -> None:
         """The number of slots is now this one."""
         if slots and not math.isnan(self.outage_since_s):
@@ -166,18 +173,15 @@ class FairQueue:
         self.waiting = 0
         """Tickets WAITING, of all lanes."""
 
-    def start(self, name: str, tenant: TenantState, slots: int) -> Lane | None:
-        """Count a request of the tenant as running, where nobody waits and nothing keeps it from that; it
-        must `end`. None: it needs a ticket. `slots`: those of its lane now.
+    def free_lane(self, name: str, tenant: TenantState, slots: int) -> Lane | None:
+        """The lane in which a request of the tenant may `start` at once: nobody waits, and nothing keeps it
+        from that. None: it needs a ticket. `slots`: those of its lane now.
         """
         lane = self._lanes.get(name)
         if lane is None or lane.slots != slots or lane.running >= slots or lane.waiting:
             return None
         if tenant.limits.concurrency and not tenant.is_free:
             return None
-        lane.running += 1
-        lane.running_of[tenant] += 1
-        tenant.running += 1
         return lane
 
     def lane(self, ticket: Ticket) -> Lane:
@@ -286,9 +290,7 @@ class FairQueue:
         tenant = ticket.tenant
         ticket.state = State.RUNNING
         ticket.started_s = now_s
-        lane.running += 1
-        lane.running_of[tenant] += 1
-        tenant.running += 1
+        lane.start(tenant)
         if lane.waiting:
             lane.turn = max(lane.turn, lane.turn_of.get(tenant, 0.0))
             lane.turn_of[tenant] = lane.turn + 1.0 / tenant.limits.weight

@@ -111,6 +111,7 @@ class _Sampling(msgspec.Struct, gc=False):
 
 MAX_COUNT = 1e9
 _SPACE = b" \t\r\n"
+_OPENS, _CLOSES = b"{}"
 
 
 class _Object(msgspec.Struct, gc=False):
@@ -179,14 +180,14 @@ def with_member(body: bytes, name: str, value: object) -> bytes:
 
 def with_members(body: bytes, members: Mapping[str, object]) -> bytes:
     """As `with_member`, for several: the body is copied once."""
-    end = len(body) - 1
-    while body[end] in _SPACE:
-        end -= 1
-    last = end - 1
-    while body[last] in _SPACE:
-        last -= 1
-    comma = b"" if body[last] == ord("{") else b","
-    return b"".join((memoryview(body)[:end], comma, memoryview(msgspec.json.encode(members))[1:]))
+    return with_text(body, msgspec.json.encode(members)[1:])
+
+
+def with_text(body: bytes, members: bytes) -> bytes:
+    """As `with_members`, for members as JSON has them, with the closing brace behind them."""
+    if body[-1] != _CLOSES or body[-2] in _SPACE:
+        body = body.rstrip(_SPACE)[:-1].rstrip(_SPACE) + b"}"
+    return b"".join((memoryview(body)[:-1], b"" if body[-2] == _OPENS else b",", members))
 
 
 def bytes_per_token(prompt_json: bytes) -> int:

@@ -20,7 +20,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     connect_s: Annotated[float, Meta(gt=0)] = 2.0
     """Time of a TCP connect to a worker; after it, the next worker is tried."""
     settle_s: Annotated[float, Meta(ge=0)] = 2.0
-    """Longest wait for the previous turn's pages before a session's next turn; 0: no wait."""
+    """A session's next turn waits for the last one's pages until so long after its answer; 0: no wait."""
     prefill_s: Annotated[float, Meta(gt=0)] = 120.0
     """Time to compute the prompt and publish its pages; after it, the decode worker computes the prompt."""
     wait_for_worker_s: Annotated[float, Meta(ge=0)] = 30.0

@@ -151,8 +151,8 @@ class Placer:
         last = None if key is None or turn is None else self.sessions.get(key, now_s)
         if key is None or turn is None or last is None:
             return
-        if (last.request_id, last.seen_s) != (turn.request_id, turn.seen_s):  # a later one has begun
-            return
+        if last is not turn and (last.request_id, last.seen_s) != (turn.request_id, turn.seen_s):
+            return  # a later one has begun
         if facts.is_final:
             self.sessions.forget(key)
             return

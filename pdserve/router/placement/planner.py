@@ -121,6 +121,8 @@ class Settle(msgspec.Struct, frozen=True, gc=False):
 
     worker: Worker
     request_id: str
+    answered_s: float
+    """When that answer was complete, as `SessionEntry.seen_s`."""
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
@@ -333,7 +335,7 @@ def _settle(
     if prefill is None and decode.id == last.decode_id:
         return None
     holder = snapshot.holding(last.decode_id)
-    return None if holder is None else Settle(holder, last.request_id)
+    return None if holder is None else Settle(holder, last.request_id, last.seen_s)
 
 
 def _home(snapshot: Snapshot, last: SessionEntry | None) -> Handoff | None:

@@ -23,8 +23,9 @@ def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
     last = None if session is None else parts.placer.sessions.get(session, now_s)
     if facts.is_final:  # no request of the session follows; others may use its first tokens
         shared_tokens = 0 if last is None else last.shared_tokens
-        request.keep_line += b"x-pdserve-final: %d\r\n" % shared_tokens
-        request.set_lines()
+        line = b"x-pdserve-final: %d\r\n" % shared_tokens
+        request.keep_line += line
+        request.lines += line
     if session is not None and session.is_named:  # so that its pages can be erased
         turn = 1 if last is None else last.turns + 1
         line = b"x-pdserve-session: %b %d\r\n" % (digest(session.name).encode(), turn)

@@ -75,12 +75,16 @@ _settled_decoder = msgspec.json.Decoder(SettledReport)
 
 
 async def settle(parts: Parts, request: Request, asked: Settle) -> str:
-    """Wait, bounded, until the pages of the session's last turn are in the pool. Never fails: pages that are
-    missing then are computed again. Returns the outcome as a word of the plan.
+    """Wait until the pages of the session's last turn are in the pool, for so long after its answer at most.
+    A turn that comes later asks nobody. Never fails: pages that are missing then are computed again. Returns
+    the outcome as a word of the plan.
     """
     wait_s = parts.limits_s.settle_s
     if wait_s <= 0:
         return "settle=off"
+    wait_s -= parts.loop.time() - asked.answered_s
+    if wait_s <= 0:
+        return "settle=past"
     if asked.worker.lacks("settled"):
         return "settle=absent"
     request.phase = "settle"
@@ -130,6 +134,8 @@ class PrefillReport(msgspec.Struct):
     publish_ms: float = 0.0
     turns: Annotated[str, Meta(max_length=1024)] = "0"
     """Which earlier answers it gave recorded tokens, a bit for each segment of the prompt."""
+    first: Annotated[str, Meta(max_length=64)] = ""
+    """The answer's first token, and what it follows from, as a decode worker judges it. Empty: none."""
 
     def check(self) -> None:
         """Raises msgspec.ValidationError for words that may not become headers. msgspec's `pattern` looks at
@@ -367,6 +373,8 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     request.prefill_id, request.prefill_cached = worker.id_header, CACHED_WORDS % tokens
     if request.plan.handoff == "pool":
         request.turns_line, request.published_s = turns_line, report.publish_ms / 1e3
+        if report.first.isalnum():  # else it could end the header
+            request.cached_before += b"x-pdserve-first: %b\r\n" % report.first.encode()
     if meter is not None:
         meter.prompt_tokens = prompt_tokens
     if report.missing_pages:

@@ -176,23 +176,23 @@ class Understanding:
         )
         if not is_usual:
             self._look_closer(request, tenant, view)
+            request.set_lines()
 
     def _look_closer(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """The facts of a request about which anything is unusual. Raises RequestError."""
         endpoint, fleet, facts, model = request.endpoint, self._fleet, request.facts, request.model
         session = find_session_key(self._sources, request.fields, view, request.body, self._chains)
-        scope = view.model or model
+        scope, has_keys = view.model or model, self._gate.tenants.has_keys
         if session is not None:
-            session = session.of_model(scope)
-        if self._gate.tenants.has_keys:
+            session = session.of_model(scope, tenant.name if has_keys else "")
+        if has_keys:
             scope = self._keep_apart(request, tenant, view, scope)
-            if session is not None:
-                session = session.within(tenant.name)
         elif endpoint.salt == "body" and view.cache_salt and model in fleet.plain_salts:
             request.body = isolated(request.body, view.cache_salt, SHARED, is_plain=True)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
         several, prompts, candidates, choices = facts.has_several_prompts, 1, 1, 1
-        if computes:
+        asks_more = several or view.n or view.best_of or view.sampling_params
+        if computes and (asks_more or endpoint.task == "embed"):
             prompts, candidates, choices = self._counts(view, endpoint, request.prompt, several=several)
         before = 0
         for name in endpoint.preamble_fields:
@@ -247,7 +247,6 @@ class Understanding:
         if view.diagnostics and request.endpoint.errors == "anthropic":
             said = words if asks_diagnosis(view.diagnostics) else b""
             request.keep_line += b"x-pdserve-changed: %b\r\n" % (said or b"none")
-            request.set_lines()
 
     def _retain(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Have the pool keep the conversation for as long as its client wants, if the tenant may. Raises
@@ -264,7 +263,6 @@ class Understanding:
         tokens = facts.prompt_tokens_estimate
         if keep(tenant, _conversation(request), tokens, seconds, now_s):
             request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
-            request.set_lines()
         elif said is None:  # marks that clients send to whomever, or none
             return
         else:
@@ -307,7 +305,6 @@ class Understanding:
                 )
             request.salt_line = salt_line(given, cache)
         request.worker_id = b"%b:%b" % (tenant.name.encode("ascii"), request.id)  # two tenants may use one id
-        request.set_lines()
 
     def _counts(
         self, view: RequestView, endpoint: Endpoint, prompt: bytes, *, several: bool

@@ -214,7 +214,9 @@ class Request(ClientRequest):
     suspects: tuple[Worker, ...]
     """Workers that answered with an error that may be theirs or the request's: see `Parts.on_failure`."""
     cached_before: bytes
-    """Header line for the decode worker: prompt tokens that were cached before."""
+    """Header lines for the decode worker: prompt tokens that were cached before, and the first token of the
+    answer, where a prefill worker has sampled it.
+    """
     room_line: bytes
     """Header line: where the decode worker meets a prefill worker (see `direct`)."""
     turns_line: bytes
@@ -319,7 +321,7 @@ class Request(ClientRequest):
                 made.lines = _JSON_LINES % id_
             else:
                 made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
-                made.set_lines()
+                made.lines = b""  # made when all is known of which they tell
             return made
 
         return make

@@ -134,6 +134,10 @@ class History:
         """(the session had a turn before, what this one changed). This turn is the last one from now on."""
         before = self._turns.pop(key.links[-1], [])
         now = turn_of(view, before)
+        if before and change_of(before[-1], now) is None:  # nearly always
+            before[-1] = now
+            self._turns[key.links[-1]] = before
+            return True, None
         alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
         change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
         self._turns[key.links[-1]] = [*(one for one in before if one is not last), now][-MAX_THREADS:]

@@ -66,17 +66,17 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
     is_named: bool = False
     """The client names it, so it is the same whatever its messages say."""
 
-    def of_model(self, model: str) -> SessionKey:
-        """The key for one model. `name` stays, because placement is per model already."""
-        parent = f"{model}/{self.parent}" if self.parent else ""
-        links = tuple([f"{model}/{link}" for link in self.links])
-        return SessionKey(self.name, links, parent, self.is_named)
+    def of_model(self, model: str, tenant: str = "") -> SessionKey:
+        """The key for one model, and one tenant. `name` keeps apart tenants only, because placement is per
+        model already.
+        """
+        name, of = (f"{tenant}/{self.name}", f"{tenant}/{model}") if tenant else (self.name, model)
+        parent = f"{of}/{self.parent}" if self.parent else ""
+        return SessionKey(name, tuple([f"{of}/{link}" for link in self.links]), parent, self.is_named)
 
-    def within(self, tenant: str) -> SessionKey:
-        """The key for one tenant, or for one user."""
-        parent = f"{tenant}/{self.parent}" if self.parent else ""
-        links = tuple([f"{tenant}/{link}" for link in self.links])
-        return SessionKey(f"{tenant}/{self.name}", links, parent, self.is_named)
+    def of_user(self, user: str) -> SessionKey:
+        """The key for one user."""
+        return SessionKey(f"{user}/{self.name}", tuple([f"{user}/{link}" for link in self.links]))
 
 
 def named(name: str, parent: str = "") -> SessionKey:
@@ -144,7 +144,7 @@ def find_session_key(
             continue
         if kind == "user" and source.name:
             if view.user and (links := _links(view, view.user, chains)):
-                return SessionKey(links[0], links).within(_bounded(view.user))
+                return SessionKey(links[0], links).of_user(_bounded(view.user))
             continue
         if kind == "messages":
             if links := _links(view, "", chains):

@@ -52,8 +52,13 @@ def with_workers(
 ) -> tuple[tuple[str, int], ...]:
     """All of a session's workers, each with the first of its turns; `known` itself where they are no more."""
     first = dict(known)
+    is_more = False
     for tag, turn in more:
-        first[tag] = min(turn, first.get(tag, turn))
+        if tag not in first or turn < first[tag]:
+            first[tag] = turn
+            is_more = True
+    if not is_more:
+        return known
     found = tuple(first.items())
     if len(found) >= MAX_WORKERS:
         found = (*[one for one in found if one != OTHERS][: MAX_WORKERS - 1], OTHERS)
@@ -79,6 +84,8 @@ class SessionTable:
         """Is called at the first of `news`."""
         self._name: Callable[[str], str] = digest if is_private else str
         self._entries: OrderedDict[str, SessionEntry] = OrderedDict()
+        self._due_s = 0.0
+        """Before this time no session is older than the TTL."""
         # Ordered by `seen_s`, oldest first, but for turns of others, which come a moment later.
 
     def __len__(self) -> int:
@@ -90,21 +97,19 @@ class SessionTable:
 
     def get(self, key: SessionKey, now_s: float) -> SessionEntry | None:
         """The session's last turn, by its last known link. None: unknown, or older than the TTL."""
-        entries = self._entries
-        for link in reversed(key.links):
-            name = self._name(link)
-            entry = entries.get(name)
+        entries, name = self._entries, self._name
+        for link in key.links[::-1]:
+            entry = entries.get(name(link))
             if entry is not None:
                 if now_s - entry.seen_s <= self.ttl_s:
                     return entry
-                del entries[name]
+                del entries[name(link)]
         return None
 
     def record(self, key: SessionKey, entry: SessionEntry) -> None:
         """Store the session's last turn (answering or answered). `entry.seen_s` is the present time."""
-        name = self._name
-        link = name(key.links[-1])
-        replaced = [one for one in map(name, key.links[:-1]) if one in self._entries]
+        *earlier, link = map(self._name, key.links)
+        replaced = [one for one in earlier if one in self._entries] if earlier else earlier
         self._put(link, replaced, entry)
         if self.news is not None:
             self._tell(self.news, link, replaced, entry)
@@ -151,7 +156,8 @@ class SessionTable:
             entries.pop(earlier, None)
         if len(entries) > self.capacity:
             entries.popitem(last=False)
-        self.expire(entry.seen_s, limit=2)
+        if entry.seen_s >= self._due_s:
+            self.expire(entry.seen_s, limit=2)
 
     def forget(self, key: SessionKey) -> None:
         """The session is over, here and at the other processes."""
@@ -163,8 +169,11 @@ class SessionTable:
 
     def expire(self, now_s: float, limit: int) -> None:
         """Forget at most `limit` sessions older than the TTL. Two per new record suffice."""
-        for _ in range(min(limit, len(self._entries))):
-            key = next(iter(self._entries))
-            if now_s - self._entries[key].seen_s <= self.ttl_s:
+        entries = self._entries
+        while entries:
+            key = next(iter(entries))
+            self._due_s = entries[key].seen_s + self.ttl_s
+            if now_s <= self._due_s or not limit:
                 return
-            del self._entries[key]
+            del entries[key]
+            limit -= 1

@@ -55,6 +55,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -62,7 +63,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.router.api.request_body import UNREADABLE, RequestView, decode_view, with_member
+from pdserve.router.api.request_body import UNREADABLE, RequestView, decode_view, with_member, with_text
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.native.scan import has_after
 
@@ -91,10 +92,19 @@ def isolated(body: bytes, given: msgspec.Raw, namespace: str, *, is_plain: bool 
         ) from None
     if not salts and namespace == SHARED:
         return body
+    if not salts:
+        return with_text(body, _member_of(namespace, is_plain=is_plain))
     salt_of = _plain_salt if is_plain else _salt
     if isinstance(salts, list):
         return with_member(body, "cache_salt", [salt_of(namespace, salt) for salt in salts])
-    return with_member(body, "cache_salt", salt_of(namespace, salts or ""))
+    return with_member(body, "cache_salt", salt_of(namespace, salts))
+
+
+@lru_cache(maxsize=1024)
+def _member_of(namespace: str, *, is_plain: bool) -> bytes:
+    """The salt of a request that has none of its own, for `with_text`."""
+    salt = (_plain_salt if is_plain else _salt)(namespace, "")
+    return msgspec.json.encode({"cache_salt": salt})[1:]
 
 
 def salt_line(given: msgspec.Raw, namespace: str) -> bytes:
@@ -220,7 +230,10 @@ _PARTS: Final = frozenset(("image_url", "video_url", "audio_url", "input_image",
 """Members of a content part that hold media, in all spellings that SGLang's endpoints take."""
 MAX_MARKS: Final = 1_000_000
 """Of a text that is decoded: what is made of it in memory is bounded by them, and the time that it takes."""
-_FIELDS: Final = ("image_data", "video_data", "audio_data")
+_MEDIA_TEXTS: Final = ("messages", "input", "query", "documents")
+_MEDIA_DATA: Final = ("image_data", "video_data", "audio_data")
+_media_texts: Final = attrgetter(*_MEDIA_TEXTS)
+_media_data: Final = attrgetter(*_MEDIA_DATA)
 _MEDIA_NAMES: Final = tuple(b'%b"' % name.encode() for name in sorted(_PARTS))
 """A member that holds media, or a part's type, behind its quote. In a text the quotes would be written with a
 backslash.
@@ -233,6 +246,10 @@ def check_media(view: RequestView, domains: Collection[str]) -> None:
     """Raises RequestError (400) for media that would not come from the body or one of the domains. `view`:
     from `parse_tenant_request`.
     """
+    if not any(_media_data(view)):
+        texts = [text for text in _media_texts(view) if text]
+        if not any(map(_names_media, texts)):
+            return
     for where, source in _sources(view):
         problem = _problem(source, domains)
         if problem:
@@ -241,12 +258,12 @@ def check_media(view: RequestView, domains: Collection[str]) -> None:
 
 def _sources(view: RequestView) -> Iterator[tuple[str, str]]:
     """(field, URL or data) of all media."""
-    for field in ("messages", "input", "query", "documents"):
+    for field in _MEDIA_TEXTS:
         said: msgspec.Raw = getattr(view, field)
         if said and _names_media(said):
             for source in _in_parts(_decoded(said, field)):
                 yield field, source
-    for field in _FIELDS:
+    for field in _MEDIA_DATA:
         said = getattr(view, field)
         if said:
             for source in _texts(_decoded(said, field)):

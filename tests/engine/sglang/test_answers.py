@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ class Output:
     cached_tokens_details: list[dict[str, Any] | None] | None
 
 
+def knowing(reuses: dict[str, Reuse]) -> Callable[[str, int, Any], Reuse | None]:
+    return lambda rid, answer_tokens, finish: reuses.get(rid)
+
+
 def details(device: int, host: int, storage: int) -> dict[str, Any]:
     return {"device": device, "host": host, "storage": storage, "storage_backend": "Pool"}
 
@@ -41,7 +46,7 @@ def out(reuse: Reuse, rid: str, found: tuple[int, int, int]) -> tuple[int, dict[
     """(cached tokens, details) of a prompt of 2,000 tokens as its client is told them."""
     output = Output(["other", rid], [9, 2000], [1, sum(found)], [None, details(*found)])
     before = copy.deepcopy(output)
-    note_counts(output, {rid: reuse}.get)
+    note_counts(output, knowing({rid: reuse}))
     answers = [{"meta_info": meta_of(output, 0)}, {"meta_info": meta_of(output, 1)}]
     tell_counts(answers, reuse)
     tell_counts(answers, reuse)
@@ -96,13 +101,13 @@ def test_every_prompt_of_a_batch_has_its_own_count() -> None:
 
 def test_requests_that_nobody_follows_are_left_alone() -> None:
     output = Output(["a"], [9], [5], None)
-    note_counts(output, {}.get)
+    note_counts(output, knowing({}))
     unsent = Reuse([Found(1)])  # it was never sent to the scheduler
-    note_counts(output, {"a": unsent}.get)
+    note_counts(output, knowing({"a": unsent}))
     answers: list[dict[str, Any]] = [{"meta_info": {"id": "a", "cached_tokens": 5}}, {"text": "no meta"}]
     tell_counts(answers, unsent)
     assert answers == [{"meta_info": {"id": "a", "cached_tokens": 5}}, {"text": "no meta"}]
-    note_counts(Output(["a"], [9], [], None), {"a": unsent}.get)
+    note_counts(Output(["a"], [9], [], None), knowing({"a": unsent}))
     assert unsent.headers() == []
 
 
@@ -110,7 +115,7 @@ def test_a_count_without_details_is_of_the_device() -> None:
     reuse = Reuse([])
     reuse.begin(1, 1)
     reuse.sent("a")
-    note_counts(Output(["a"], [9], [5], None), {"a": reuse}.get)
+    note_counts(Output(["a"], [9], [5], None), knowing({"a": reuse}))
     assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, computed=4")]
 
 

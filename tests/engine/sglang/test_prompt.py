@@ -22,22 +22,22 @@ def test_what_sglangs_own_route_ignores_is_ignored() -> None:
     """The router reads `model` to choose among several; anything else unknown is the client's affair."""
     asked = prefill_of({"text": "a", "model": "m", "what_a_client_adds": {"x": 1}})
     assert asked.text == "a"
-    assert asked.sampling_params == {"max_new_tokens": 1, "n": 1, "temperature": 0.0}
+    assert asked.sampling_params == {"max_new_tokens": 1, "n": 1}
 
 
-def test_a_prefill_computes_one_greedy_token_and_streams_nothing() -> None:
+def test_a_prefill_samples_one_token_as_its_client_asks_and_streams_nothing() -> None:
     asked = prefill_of(
         {
             "input_ids": [[1, 2], [3]],
             "rid": "1",
             "stream": True,
             "return_logprob": True,
-            "sampling_params": {"max_new_tokens": 9, "n": 3, "stop": ["x"], "top_p": 0.5},
+            "sampling_params": {"max_new_tokens": 9, "n": 3, "stop": ["x"], "top_p": 0.5, "temperature": 0.7},
         }
     )
     assert asked.input_ids == [[1, 2], [3]]
     assert (asked.rid, asked.stream, asked.return_logprob) == (None, False, False)
-    assert asked.sampling_params == {"top_p": 0.5, "max_new_tokens": 1, "n": 1, "temperature": 0.0}
+    assert asked.sampling_params == {"top_p": 0.5, "temperature": 0.7, "max_new_tokens": 1, "n": 1}
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from array import array
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.sglang.children.first_tokens import FIRST
+from pdserve.engine.sglang.first_tokens import digest_of
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, serve, served
 
@@ -197,6 +201,75 @@ def test_sglangs_own_tokens_of_media_may_be_beyond_the_vocabulary_and_the_client
     asked.normalize_batch_and_arguments()
     with pytest.raises(ValueError, match="vocabulary"):
         manager._create_tokenized_object(asked, [5], object())
+
+
+class ScriptedFirstToken(Scripted):
+    """An answer whose first token is sent before it is computed, and then the rest."""
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        obj.rid = "a"
+        self._init_req_state(obj)
+        self.sampling = SamplingParams(max_new_tokens=8)
+        self.sampling.normalize(None)
+        await self._send_one_request(Tokenized("a", array("q", [1, 2]), sampling_params=self.sampling))
+        for tokens, cached, finish in ((1, 0, None), (2, 64, None), (3, 64, {"type": "length"})):
+            await self._handle_batch_output(
+                SimpleNamespace(
+                    rids=["a"],
+                    prompt_tokens=[65],
+                    cached_tokens=[cached],
+                    cached_tokens_details=[{"storage": cached}],
+                    completion_tokens=[tokens],
+                    finished_reasons=[finish],
+                )
+            )
+            meta = {**META, "queue_time": 0.2 + tokens} if tokens > 1 else {}
+            meta |= {"id": "a", "completion_tokens": tokens, "finish_reason": finish}
+            yield {"text": "a" * tokens, "meta_info": meta}
+
+
+class FirstToken(TrackedRequests, ScriptedFirstToken):
+    pass
+
+
+def test_what_is_sent_before_anything_was_computed_says_nothing_of_caches_and_times() -> None:
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        contents: Any = manager.generate_request(SimpleNamespace(rid=None))
+        await anext(contents)
+        record = current_request()
+        assert record is not None
+        assert (record.first, record.reuse.headers()) == (None, [])
+        assert [content["text"] async for content in contents] == ["aa", "aaa"]
+
+    asked = Tokenized("a", array("q", [1, 2]), sampling_params=SamplingParams(max_new_tokens=8))
+    asked.sampling_params.normalize(None)
+    handed = f"7x{digest_of(asked, 'ns')}".encode()
+    manager, metrics = FirstToken(), WorkerMetrics()
+    scope = scope_of("/generate", (b"x-pdserve-first", handed))
+    _, request, _ = served(app, manager, scope, metrics=metrics, namespace="ns")
+    assert manager.sampling.custom_params == {FIRST: 7}
+    assert request.first is not None
+    assert request.first.parts_s == {"queue": 2.0, "pull": 0.2, "compute": 0.25}
+    assert request.reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=64, computed=1")]
+
+
+def test_a_worker_without_a_pool_takes_no_first_token() -> None:
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        assert [content["text"] async for content in manager.generate_request(SimpleNamespace(rid=None))]
+
+    asked = Tokenized("a", array("q", [1, 2]), sampling_params=SamplingParams(max_new_tokens=8))
+    asked.sampling_params.normalize(None)
+    manager, handed = FirstToken(), f"7x{digest_of(asked, '')}".encode()
+    served(app, manager, scope_of("/generate", (b"x-pdserve-first", handed)))
+    assert manager.sampling.custom_params is None
+
+
+def test_the_clients_own_word_for_a_first_token_is_taken_out() -> None:
+    manager = Manager()
+    asked = GenerateReqInput(input_ids=[5], sampling_params={"custom_params": {FIRST: 10**9, "mine": 1}})
+    asked.normalize_batch_and_arguments()
+    made = manager._create_tokenized_object(asked, [5])
+    assert made.sampling_params.custom_params == {"mine": 1}
 
 
 class ScriptedTwoPrompts(Scripted):

@@ -125,10 +125,17 @@ class Watched:
         assert shares[ticket.tenant] == max(shares.values())
         assert ticket is self.in_order(ticket.lane, ticket.tenant)[-1]
 
+    def starts(self, name: str, tenant: TenantState) -> bool:
+        """Without a ticket, where nothing is in the way."""
+        lane = self.queue.free_lane(name, tenant, self.slots[name])
+        if lane is not None:
+            lane.start(tenant)
+        return lane is not None
+
     def arrive(self, number: int, lane: str, now_s: float, head_start_s: float) -> None:
         ticket = Ticket(self.tenants[number], lane, now_s, now_s + 6.0, head_start_s, worker_wait_s=2.0)
         self.states[ticket] = State.WAITING
-        if not head_start_s and self.queue.start(lane, ticket.tenant, self.slots[lane]) is not None:
+        if not head_start_s and self.starts(lane, ticket.tenant):
             ticket.state, ticket.started_s = State.RUNNING, now_s  # without a ticket, but here
             self.follow([ticket])
         else:

@@ -5,36 +5,54 @@ Measured with the answers of pdserve's own workers: marks, usage, `x-pdserve-cac
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.router.config.tenants import Access
 from pdserve.router.native import heads
 from pdserve.router.request.stream_marks import StreamMarks
-from tests.support.router.call_count import Cost, bench
+from pdserve.router.tenants.api_keys import key_line
+from tests.support.router.call_count import Bench, Cost, bench
 
-STREAM = Cost(frames=65, c_calls=74, bytecodes=3337)
+STREAM = Cost(frames=66, c_calls=76, bytecodes=3364)
 """Of a stream of one chunk, with a prefill stage."""
-WHOLE = Cost(frames=62, c_calls=68, bytecodes=3121)
+WHOLE = Cost(frames=63, c_calls=70, bytecodes=3148)
 """Of a whole answer, with a prefill stage."""
+TURN = Cost(frames=159, c_calls=169, bytecodes=6200)
+"""Of a whole answer to a session's next turn, which comes at once, by a tenant with a key."""
 CHUNK = Cost(frames=3, c_calls=5, bytecodes=174)
 """Of a further chunk."""
 IN_PYTHON = Cost(frames=32, c_calls=220, bytecodes=2600)
 """More where the C module was not built."""
+KEY = "key-of-a-test-0123456789"
 SLACK = Cost(frames=0.5, c_calls=0.5, bytecodes=50)
 """What some of the requests do, like drawing ids for the next hundred."""
 
 
-async def test_a_stream_and_its_chunks_cost_no_more_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def check(measured: Bench, one: Cost, limit: Cost) -> None:
     is_compiled = heads.HeaderLines is not heads.PlainLines
+    for of, cost, most, more, slack in zip(Cost._fields, one, limit, IN_PYTHON, SLACK, strict=True):
+        assert cost <= most + slack + (0 if is_compiled else more), (of, cost, measured.most(of)[:40])
+
+
+async def test_a_stream_and_its_chunks_cost_no_more_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(monkeypatch) as measured:
         for limit, chunks in ((STREAM, 1), (WHOLE, 0)):
-            one = await measured.cost(chunks)
-            for of, cost, most, more, slack in zip(Cost._fields, one, limit, IN_PYTHON, SLACK, strict=True):
-                assert cost <= most + slack + (0 if is_compiled else more), (of, cost, measured.most(of)[:40])
+            check(measured, await measured.cost(chunks), limit)
         shorter, longer = await measured.cost(2), await measured.cost(42)
         for of, few, many, most, slack in zip(Cost._fields, shorter, longer, CHUNK, SLACK, strict=True):
             assert (many - few) / 40 <= most + slack / 5, (of, measured.most(of)[:10])
+
+
+async def test_a_turn_of_a_tenants_session_costs_no_more_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(key_line("alice", KEY))
+    headers = f"x-session-id: s1\r\nauthorization: Bearer {KEY}\r\n"
+    async with bench(monkeypatch, access=Access(keys_file=tmp_path / "keys")) as measured:
+        check(measured, await measured.cost(0, headers=headers), TURN)
 
 
 async def test_what_is_counted_is_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,17 @@ async def test_pages_that_were_not_published_in_time_do_not_hold_up_decode() -> 
         assert found == "device=8, host=0, pool=16, computed=16"
 
 
+async def test_the_decode_worker_gets_the_token_that_was_sampled_behind_the_prompt() -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        told = ["42x9f0c", "", "42\r\nset-cookie: a=b", "x" * 65]
+        prefill.script("/pd/prefill", *[answer(200, REPORT | {"first": each}) for each in told])
+        for each in ("42x9f0c", None, None, None):
+            await harness.chat()
+            headers = decode.requests[-1].headers
+            assert headers.get("x-pdserve-first") == each
+            assert "set-cookie" not in headers
+
+
 async def test_why_pages_were_missed_is_told_and_no_worker_writes_other_headers_by_it() -> None:
     async with disagg() as (harness, [prefill], _):
         told = ["evicted=16;age_s=3.5", "", "evicted=16\r\nset-cookie: a=b", "x" * 513]
@@ -212,8 +223,19 @@ async def test_a_session_goes_back_to_its_worker_once_its_pages_are_settled() ->
         assert "decode=session" in second.headers["x-pdserve-plan"]
         assert "settle=settled" in second.headers["x-pdserve-plan"]
         [asked] = home.got("/pd/settled")
-        assert asked.json() == {"request_id": first.headers["x-request-id"], "timeout_s": 1.0}
+        assert asked.json()["request_id"] == first.headers["x-request-id"]
+        assert 0 < asked.json()["timeout_s"] < 1.0  # from the answer on
         assert len(prefill.got("/pd/prefill")) == 5
+
+
+async def test_a_turn_that_comes_late_does_not_ask_whether_the_last_ones_pages_are_settled() -> None:
+    soon = msgspec.structs.replace(PATIENT, settle_s=1e-6)
+    async with disagg(deadlines=soon) as (harness, _, [decode]):
+        await harness.chat(headers=SESSION)
+        await asyncio.sleep(0.005)  # late: the loop's clock has steps of a millisecond
+        second = await harness.chat(headers=SESSION)
+        assert "settle=past" in second.headers["x-pdserve-plan"]
+        assert decode.got("/pd/settled") == []
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

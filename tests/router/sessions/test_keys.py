@@ -301,7 +301,7 @@ def test_an_agent_below_another_has_a_session_of_its_own_and_names_its_parent(
 ) -> None:
     key = find_key({}, *Session().sources, **headers)
     assert key == named(name, parent)
-    within = key.of_model("m").within("t")
+    within = key.of_model("m", "t")
     assert within.parent == (f"t/m/{parent}" if parent else "")
     assert within.links == (f"t/m/{name}",)
 

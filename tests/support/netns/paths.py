@@ -1,6 +1,6 @@
 """A pool client on another host that says by which data path it reaches a node, and moves a page there.
 
-Run as `python -m tests.support.netns.paths ADDRESS PAGE [CA]`: prints a line of JSON.
+Run as `python -m tests.support.netns.paths ADDRESS PAGE DATA_PATH [CA]`: prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,10 @@ WITHIN_S = 30.0
 BYTES = 64 * 1024
 
 
-def main(address: str, page: int, *ca: str) -> None:
+def main(address: str, page: int, data_path: Any, *ca: str) -> None:
     config = PoolClientConfig(
         nodes=[PoolNodeRef(node="one", address=address)],
+        data_path=data_path,
         tls=TlsConfig(ca=Path(ca[0])) if ca else TlsConfig(),
         get_timeout_s=WITHIN_S,
         put_timeout_s=WITHIN_S,
@@ -53,4 +55,4 @@ def main(address: str, page: int, *ca: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *sys.argv[4:])

@@ -39,6 +39,7 @@ REPORT = {
     "prefill_ms": 1.0,
     "publish_ms": 0.2,
     "turns": "0",
+    "first": "4021x9f0c6d1f3c1b4d0c8e5a7b2d6f1e3a90",
 }
 USAGE = {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 13}
 WHOLE = {

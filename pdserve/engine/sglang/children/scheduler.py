@@ -6,6 +6,7 @@
 | `Scheduler._process_hicache_events` | requests that only fetch end when their pages have come |
 | `Scheduler._record_kv_event_lora_name` | requests for embeddings get their `cache_salt` |
 | `UnifiedRadixCache`, `Scheduler._process_hicache_events` | fetches begin a step sooner, and are counted |
+| `Scheduler._add_request_to_queue` | answers go on behind a first token that another worker has sampled |
 | `Req._check_str_based_finish` | of several stop strings the first in the text ends it |
 | `UnifiedRadixCache` | what it looks up and stores says whose it is (owners.py) |
 | `torch.distributed.TCPStore` | serves loopback only where all ranks are on one host |
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdserve.engine.sglang.children.fetches import Declined, Fetches, FetchMetrics
+from pdserve.engine.sglang.children.first_tokens import first_tokens_given
 from pdserve.engine.sglang.children.owners import lookups_marked, stores_marked
 
 POOL_ROOM: Final = 2**62
@@ -52,6 +54,7 @@ def change(*, is_on_one_host: bool) -> None:
     fetches = Fetches(metrics.steps)
     _replace(Scheduler, "_process_hicache_events", lambda process: pulls_ended(fetches.stepped(process)))
     _replace(Scheduler, "_record_kv_event_lora_name", salts_taken)
+    _replace(Scheduler, "_add_request_to_queue", first_tokens_given)
     _replace(UnifiedRadixCache, "prefetch_outcome_stats_snapshot", Declined(metrics.declined).counted)
     _replace(UnifiedRadixCache, "pop_prefetch_loaded_span", fetches.admitted)
     _replace(UnifiedRadixCache, "prefetch_from_storage", lambda ask: fetches.asked(lookups_marked(4)(ask)))

@@ -17,8 +17,8 @@ VOCABULARY: Final = 50_000
 
 
 def words_of(body: dict[str, Any]) -> list[str]:
-    """Of a chat's messages, in their order."""
-    return " ".join(f"{one['role']} {one['content']}" for one in body["messages"]).split()
+    """Of a prompt."""
+    return str(body["prompt"]).split()
 
 
 def page_keys(words: Sequence[str]) -> list[bytes]:

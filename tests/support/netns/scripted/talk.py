@@ -69,25 +69,25 @@ class Conversation:
         self._draw = random.Random(f"{config.seed} {number}")
         self._number = number
         self._begun = 0
-        self._messages: list[dict[str, str]] = []
+        self._said = ""
         self._known_words = 0
         self._worker = ""
         self._begin()
 
     def _begin(self) -> None:
         self._begun += 1
-        self._messages, self._known_words, self._worker = [], 0, ""
+        self._said, self._known_words, self._worker = "", 0, ""
 
     async def turn(self, servers: Sequence[ServerClient]) -> Turn:
         """Ask the next question, of the first that can be reached."""
         config = self._config
-        if len(words_of({"messages": self._messages})) > config.most_words:
+        if len(self._said.split()) > config.most_words:
             self._begin()
         question = " ".join(f"q{self._draw.randrange(1 << 20)}" for _ in range(config.words))
-        messages = [*self._messages, {"role": "user", "content": question}]
+        prompt = f"{self._said} {question}".lstrip()
         body = {
             "model": config.model,
-            "messages": messages,
+            "prompt": prompt,
             "max_tokens": config.answer_words,
             "temperature": 0,
             "stream": True,
@@ -98,10 +98,10 @@ class Conversation:
             response = await server.request(body, headers)
             if not response.error.startswith("no connection"):
                 break
-        return self._note(messages, response)
+        return self._note(prompt, response)
 
-    def _note(self, messages: list[dict[str, str]], response: Response) -> Turn:
-        words = words_of({"messages": messages})
+    def _note(self, prompt: str, response: Response) -> Turn:
+        words = words_of({"prompt": prompt})
         right = "".join(map(text_of, answer_tokens(words, self._config.answer_words)))
         worker = response.headers.get("x-pdserve-decode", "")
         asked = (PREFILL_CACHED_HEADER, CACHED_HEADER)
@@ -119,16 +119,15 @@ class Conversation:
             is_right=right.startswith(response.text) and bool(response.error or response.text == right),
         )
         if not response.error:
-            self._messages = [*messages, {"role": "assistant", "content": response.text.strip()}]
-            told = len(words_of({"messages": self._messages}))
-            self._known_words = told // PAGE_WORDS * PAGE_WORDS
+            self._said = f"{prompt} {response.text.strip()}"
+            self._known_words = len(self._said.split()) // PAGE_WORDS * PAGE_WORDS
             self._worker = worker
         return turn
 
 
 async def talk(config: TalkConfig, out: IO[bytes]) -> None:
     """Until SIGTERM ends the process. A line for each turn."""
-    servers = [ServerClient(url, api="chat", silence_s=SILENCE_S) for url in config.urls]
+    servers = [ServerClient(url, SILENCE_S) for url in config.urls]
     encode = msgspec.json.Encoder().encode
 
     async def converse(number: int) -> None:

@@ -65,7 +65,7 @@ class ScriptedWorker:
             ("/pd/prefill", self._prefill, "POST"),
             ("/pd/settled", self._settled, "POST"),
             ("/pd/continue", self._continue, "POST"),
-            ("/v1/chat/completions", self._chat, "POST"),
+            ("/v1/completions", self._complete, "POST"),
         ]
         self.asked_to_end = asyncio.Event()
         self.app = Starlette(
@@ -113,7 +113,7 @@ class ScriptedWorker:
             {"prompt_tokens": len(words), "published_pages": pages, "missing_pages": 0, "cached": cached}
         )
 
-    async def _chat(self, request: Request) -> Response:
+    async def _complete(self, request: Request) -> Response:
         return await self._answer(await request.json(), [])
 
     async def _continue(self, request: Request) -> Response:
@@ -141,11 +141,11 @@ class ScriptedWorker:
             for number, token in enumerate(tokens, len(before)):
                 await asyncio.sleep(STEP_S)
                 characters += len(text_of(token))
-                event = self._event({"delta": {"role": "assistant", "content": text_of(token)}})
+                event = self._event({"text": text_of(token)})
                 yield event + b": pd %d %d %d\n\n" % (characters, number, token)
             answer = " ".join(text_of(token).strip() for token in (*before, *tokens))
-            await asyncio.to_thread(self._write, page_keys([*words, "assistant", *answer.split()]))
-            last = self._event({"delta": {}, "finish_reason": "length"})
+            await asyncio.to_thread(self._write, page_keys([*words, *answer.split()]))
+            last = self._event({"text": "", "finish_reason": "length"})
             usage = {
                 "prompt_tokens": len(words),
                 "completion_tokens": len(before) + len(tokens),
@@ -156,8 +156,8 @@ class ScriptedWorker:
     @staticmethod
     def _event(choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> bytes:
         event = {
-            "id": "chatcmpl-0",
-            "object": "chat.completion.chunk",
+            "id": "cmpl-0",
+            "object": "text_completion",
             "created": 0,
             "model": MODEL,
             "choices": [] if choice is None else [{"index": 0, "finish_reason": None, **choice}],
