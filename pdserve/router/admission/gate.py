@@ -277,9 +277,8 @@ class Gate:
         meter, now_s, tenant, lane = request.meter, self._loop.time(), request.tenant, request.lane
         assert meter is not None
         assert tenant is not None
-        assert lane is not None
         try:
-            request.used = request.used_tokens()
+            request.used = meter.total(request.is_stream)
             prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
             if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
                 prompt, output = request.used

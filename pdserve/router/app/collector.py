@@ -10,21 +10,22 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Snapshot, Stats
 from pdserve.router.placement.elastic import ElasticRoles
-from pdserve.router.placement.placer import Placer
+from pdserve.router.proxy.handle import Proxy
 
 
 def collect(
-    stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, placer: Placer, now_s: float
+    stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, proxy: Proxy, now_s: float
 ) -> Snapshot:
     """All metrics as they are now."""
     kinds = msgspec.structs.asdict(upstream.counts)
     stats.show(
         {
-            "sessions": len(placer.sessions),
+            "requests_in_flight": len(proxy.running),
+            "sessions": len(proxy.placer.sessions),
             "upstream_connections": {(kind,): count for kind, count in kinds.items()},
             "upstream_connections_open": upstream.open_count,
             "upstream_connections_idle": upstream.idle_count,
-            **_of_elastic(fleet, placer.elastic, now_s),
+            **_of_elastic(fleet, proxy.placer.elastic, now_s),
             **_of_workers(fleet),
             **gate_metrics(gate),
         }

@@ -120,8 +120,8 @@ class Router:
 
     def own_metrics(self) -> Snapshot:
         """The metrics of this process."""
-        placer, now_s = self.proxy.placer, asyncio.get_running_loop().time()
-        return collect(self.stats, self.fleet, self.gate, self.upstream, placer, now_s)
+        now_s = asyncio.get_running_loop().time()
+        return collect(self.stats, self.fleet, self.gate, self.upstream, self.proxy, now_s)
 
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()

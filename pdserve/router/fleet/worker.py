@@ -88,7 +88,7 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self.failures = 0
-        """Failed requests in a row."""
+        """Failed requests in a row. 0: nothing keeps requests away, and the circuit is closed."""
         self.retry_at_s = 0.0
         """0: closed. Otherwise open until this time, and half-open after it."""
         self.trial = 0

@@ -80,7 +80,7 @@ class _OrdinaryRequest(ClientRequest):
         except Exception:  # boundary: whatever the application raises must not leave the client waiting
             logger.exception("the application failed at a request")
             if not self.has_head:
-                self.start(500, [b"content-type: text/plain\r\n"], len(_FAILED), closes=True)
+                self.start(500, b"content-type: text/plain\r\n", len(_FAILED), closes=True)
                 await self.write(_FAILED, more=False)
         finally:
             self.connection.shared.running.discard(self._task)
@@ -128,7 +128,7 @@ class _OrdinaryRequest(ClientRequest):
     async def send_message(self, message: Message) -> None:
         """ASGI's `send`: a part of the answer. Raises ValueError for a header that would be more than one."""
         if message["type"] == "http.response.start":
-            length, closes, lines = None, False, list[bytes]()
+            length, closes, lines = None, False, b""
             for name, value in message.get("headers", ()):
                 if name == b"content-length":
                     length = int(value)
@@ -137,7 +137,7 @@ class _OrdinaryRequest(ClientRequest):
                 elif b"\n" in name or b"\n" in value or b"\r" in name or b"\r" in value:
                     raise ValueError("an answer's header holds the end of a line")
                 else:
-                    lines.append(b"%b: %b\r\n" % (name, value))
+                    lines += b"%b: %b\r\n" % (name, value)
             self.start(message["status"], lines, length, closes=closes)
             return
         more: bool = message.get("more_body", False)

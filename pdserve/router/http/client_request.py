@@ -230,24 +230,24 @@ class ClientRequest(Driven):
         body, self.body = self.body, b""
         return body, self.more_body
 
-    def start(self, status: int, lines: list[bytes], length: int | None, *, closes: bool = False) -> None:
+    def start(self, status: int, lines: bytes, length: int | None, *, closes: bool = False) -> None:
         """Begin the answer, whose body has `length` bytes, None: as many as will come. It goes out with the
-        first of them. `lines`: those of the head, in any parts, each line ended by CRLF. `closes`: the
-        connection ends with the answer.
+        first of them. `lines`: those of the head, each ended by CRLF. `closes`: the connection ends with the
+        answer.
         """
         self.has_head = self.is_told_to_go_on = True
         self._is_chunked = self.has_chunks = False
         if closes:
             self.keep_alive = False
         if length is not None:
-            lines.append(b"content-length: %d\r\n" % length)
+            lines += b"content-length: %d\r\n" % length
         elif self.version == "1.0":
             self.keep_alive = False  # the end of the connection is the end of the answer
         elif status not in WITHOUT_BODY and self.method != b"HEAD":
             self._is_chunked = True
-            lines.append(b"transfer-encoding: chunked\r\n")
-        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        self._head = b"".join((STATUS_LINES[status], self.connection.shared.default_lines, *lines))
+            lines += b"transfer-encoding: chunked\r\n"
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        self._head = STATUS_LINES[status] + self.connection.shared.default_lines + lines + end
 
     @property
     def takes_now(self) -> bool:

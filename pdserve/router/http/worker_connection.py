@@ -172,20 +172,6 @@ class WorkerConnection(Answer, asyncio.Protocol):
             if self.is_open:
                 self.transport.resume_reading()
 
-    def release(self) -> None:
-        """The exchange is over, or given up: keep the connection if the answer is whole, else close it. What
-        is here of the answer can be read until the connection is used again.
-        """
-        idle = self._pool.idle
-        self.owner = self.sink = None
-        if self.is_paused:
-            self.go_on(math.inf)
-        if self.is_whole and self.keeps and len(idle) < MAX_IDLE:
-            self.idle_since_s = self.clock.now_s
-            idle.append(self)
-        else:
-            self.cut()
-
     def expire(self) -> None:
         """The deadline has passed."""
         self.fail(UpstreamError("timeout", "the worker did not answer in time"))
@@ -430,19 +416,18 @@ class Upstream:
         method: bytes = b"POST",
     ) -> WorkerConnection:
         """Send `body` to `target` of `worker`, and wait for the end of the answer. Returns the connection,
-        which is released: `status`, `said`, `lines` and `take()` of the answer are to be read before the next
-        wait. Raises UpstreamError.
+        which others can use from now on: `status`, `said`, `lines` and `take()` of the answer are to be read
+        before the next wait. Raises UpstreamError.
 
         `lines` are complete header lines, each ended by CRLF; host and length are added here. `limit_s`: for
         the answer, as long as the sink says nothing else. After an error or a cancellation the connection is
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        now_s, size, stale = self.deadlines.now_s, len(body), None
-        head = method, b" ", target, pool.lines, b"%d\r\n" % size, lines, b"\r\n"
-        up = None
-        if pool.idle:
-            up = pool.idle.pop()
+        now_s, idle, up, stale = self.deadlines.now_s, pool.idle, None, None
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, len(body), lines)
+        if idle:
+            up = idle.pop()
             if up.keeps and now_s - up.idle_since_s < IDLE_S:
                 self.counts.reused += 1
             else:
@@ -458,14 +443,21 @@ class Upstream:
             up.incarnation, up.deadline_s = worker.incarnation, now_s + limit_s
             up.status = up.received_bytes = 0
             up.is_whole, up.is_young = False, True
-            if size <= JOIN_BYTES:
-                up.transport.write(b"".join((*head, body)))
+            if len(body) <= JOIN_BYTES:
+                up.transport.write(head + body)
             else:
-                up.transport.writelines([b"".join(head), body])
+                up.transport.writelines([head, body])
             try:
                 await owner.news
-            finally:
-                up.release()
+            finally:  # kept for the next one if the answer is whole, else closed
+                up.owner = up.sink = None
+                if up.is_paused:
+                    up.go_on(math.inf)
+                if up.is_whole and up.keeps and len(idle) < MAX_IDLE:
+                    up.idle_since_s = self.deadlines.now_s
+                    idle.append(up)
+                else:
+                    up.cut()
             error = up.error
             if error is None:
                 return up

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Final
+from operator import sub
+from typing import Final, NamedTuple
 
 import msgspec
 
 from pdserve.metric import Definition, Labels, by_name
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.metrics.names import counter, gauge, histogram
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -40,6 +42,12 @@ class Histogram(msgspec.Struct):
         self.counts[bisect_left(BUCKETS_S, value_s)] += 1
         self.sum_s += value_s
 
+    def observe_all(self, values_s: Collection[float]) -> None:
+        """Count several observations, for less than one by one."""
+        for at, count in Counter(map(partial(bisect_left, BUCKETS_S), values_s)).items():
+            self.counts[at] += count
+        self.sum_s += sum(values_s)
+
     def cumulative(self) -> list[tuple[str, float]]:
         """Prometheus's form: (upper bound, observations at or below it)."""
         total, rows = 0, []
@@ -53,34 +61,21 @@ Counts = defaultdict[Labels, int]
 """By the values of the labels."""
 CountsOf = defaultdict[str, int]
 """By the value of the only label."""
-Histograms = defaultdict[str, "Observations"]
+Histograms = defaultdict[str, Histogram]
 Shown = Mapping[Labels, float]
 """Kept elsewhere, and shown here (`Stats.show`)."""
 
 
-class Observations:
-    """A histogram on the hot path: an observation is one append, and they are counted in lots."""
+class Answered(NamedTuple):
+    """What requests that were answered have in common. They are counted together."""
 
-    __slots__ = ("_counted", "_waiting", "observe")
-
-    def __init__(self) -> None:
-        self._counted = Histogram()
-        self._waiting: list[float] = []
-        self.observe: Final = self._waiting.append
-        """One observation, in seconds. Whoever calls it has `Stats.count` called now and then."""
-
-    def observe_all(self, values_s: Iterable[float]) -> None:
-        """Several observations."""
-        self._waiting += values_s
-
-    def count(self) -> Histogram:
-        """All until now, as a copy."""
-        counted, waiting = self._counted, self._waiting
-        for at, count in Counter(map(partial(bisect_left, BUCKETS_S), waiting)).items():
-            counted.counts[at] += count
-        counted.sum_s += sum(waiting)
-        waiting.clear()
-        return counted + Histogram()
+    route: str
+    status: int
+    model: str
+    is_stream: bool
+    is_complete: bool
+    parts: tuple[str, ...]
+    """Names of parts of `first_token`."""
 
 
 class Stats:
@@ -91,7 +86,7 @@ class Stats:
     requests: Counts = counter(
         ("route", "status"), "Answered requests. `aborted`: the client disconnected before the answer."
     )
-    in_flight: int = gauge((), "Requests being answered.", name="requests_in_flight")
+    requests_in_flight: int = gauge((), "Requests being answered.")
     first_byte: Histograms = histogram(
         ("route",),
         "Time from a request's arrival to the first byte of its answer; of a stream, to its first event.",
@@ -228,16 +223,17 @@ class Stats:
     def __init__(self) -> None:
         for attribute, definition in DECLARED.items():
             if definition.kind == "histogram":
-                value: object = defaultdict(Observations) if definition.labels else Histogram()
+                value: object = defaultdict(Histogram) if definition.labels else Histogram()
             else:
                 value = defaultdict(int) if definition.labels else 0
             setattr(self, attribute, value)
-        self.parts: Final[defaultdict[tuple[str, ...], list[tuple[float, ...]]]] = defaultdict(list)
-        """By names of parts of `first_token`, one row for each stream. They are counted there in lots."""
+        self.answers: Final[defaultdict[tuple[object, ...], list[tuple[float, ...]]]] = defaultdict(list)
+        """By what `Answered` has, one row for each request: when it came, when its answer began and was over,
+        the answer's tokens, and the parts. They are counted in lots: who adds one counts `left` down."""
         self.plans: Final[defaultdict[tuple[tuple[str, str], ...], int]] = defaultdict(int)
         """By what decided about the workers of requests, each (role, reason): `placements` once counted."""
         self.left = MAX_UNCOUNTED
-        """Requests that may be observed before `count` is called: who observes one counts down."""
+        """Answers that may be added before `count` is called."""
 
     def count(self) -> None:
         """Count what was observed and not counted."""
@@ -246,13 +242,26 @@ class Stats:
             for role, reason in causes:
                 self.on_placed(role, reason, requests)
         self.plans.clear()
-        for names, rows in self.parts.items():
-            for name, values_s in zip(names, zip(*rows, strict=True), strict=False):
-                self.first_token[name].observe_all(values_s)
-            rows.clear()
-        for attribute in OBSERVED:
-            for one in getattr(self, attribute).values():
-                one.count()
+        for kind, rows in self.answers.items():
+            self._count_answers(Answered._make(kind), rows)
+        self.answers.clear()
+
+    def _count_answers(self, of: Answered, rows: Collection[tuple[float, ...]]) -> None:
+        came_s, began_s, over_s, tokens, *parts_s = zip(*rows, strict=True)
+        until_first_s = list(map(sub, began_s, came_s))
+        has_model = of.is_complete and of.status < 400 and ENDPOINTS[of.route].task is not None
+        self.requests[of.route, str(of.status)] += len(rows)
+        self.first_byte[of.route].observe_all(until_first_s)
+        if has_model:
+            self.model_request[of.model].observe_all(list(map(sub, over_s, came_s)))
+        if not of.is_stream:
+            return
+        for name, values_s in zip(of.parts, parts_s, strict=True):
+            self.first_token[name].observe_all(values_s)
+        if has_model:
+            self.model_first_token[of.model].observe_all(until_first_s)
+            spans = zip(map(sub, over_s, began_s), tokens, strict=True)
+            self.model_inter_token[of.model].observe_all([span / (n - 1) for span, n in spans if n > 1])
 
     def on_placed(self, role: str, reason: str, requests: int = 1) -> None:
         """A worker of the role was chosen, or none was, for that reason."""
@@ -275,10 +284,7 @@ class Stats:
             by_label = value if isinstance(value, Mapping) else {(): value}
             by_labels = {key if isinstance(key, tuple) else (key,): one for key, one in by_label.items()}
             if definition.kind == "histogram":
-                found.histograms[definition.name] = {
-                    key: one.count() if isinstance(one, Observations) else one + Histogram()
-                    for key, one in by_labels.items()
-                }
+                found.histograms[definition.name] = {key: one + Histogram() for key, one in by_labels.items()}
             else:
                 found.values[definition.name] = by_labels
         return found
@@ -290,9 +296,6 @@ DECLARED: Final[Mapping[str, Definition]] = {
     if isinstance(one, Definition)
 }
 """By the attribute of `Stats`."""
-OBSERVED: Final = tuple(
-    attribute for attribute, one in DECLARED.items() if one.kind == "histogram" and one.labels
-)
 METRICS: Final = tuple(DECLARED.values())
 BY_NAME: Final = by_name(METRICS)
 STATES: Final = frozenset(

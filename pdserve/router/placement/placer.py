@@ -70,6 +70,8 @@ class Placer:
         wanted: HandoffChoice | None = None,
     ) -> Plan:
         """The plan of one request; `wanted` as in `Planner.plan`. Raises NoWorkerError."""
+        if facts.prefix is None and not snapshot.elastic and not self._has_level:
+            return self._planner.plan(facts, snapshot, last, None, wanted)
         places = None
         if facts.prefix is not None:
             places = self.prefixes.places(facts.prefix, now_s)

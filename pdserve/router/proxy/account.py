@@ -29,41 +29,31 @@ STAGES: Final = ("settle", "prefill", "publish")
 class Account:
     """Notes the requests of one router."""
 
-    def __init__(self, config: RouterConfig, stats: Stats, trace_file: TraceFile | None) -> None:
+    def __init__(
+        self, config: RouterConfig, stats: Stats, trace_file: TraceFile | None, *, has_traces: bool
+    ) -> None:
+        """`has_traces`: some requests have a trace of their own."""
         self._stats = stats
         self._level = config.slo if config.slo.is_set else None
         self._logs_access = config.access_log
         self._trace_file = trace_file
-        self._has_more = self._level is not None or config.access_log or trace_file is not None
+        self._has_more = has_traces or config.slo.is_set or config.access_log or trace_file is not None
 
     def end(self, request: Request) -> None:
         """The request is over, in whatever way: count it."""
-        stats, now_s, status = self._stats, monotonic(), request.status
-        endpoint, path, model = request.endpoint, request.endpoint.path, request.model
-        stats.in_flight -= 1
+        stats, now_s, endpoint, parts_s = self._stats, monotonic(), request.endpoint, request.parts_s
         if not request.is_started:
-            stats.requests[path, "aborted"] += 1
+            stats.requests[endpoint.path, "aborted"] += 1
         else:
-            stats.requests[path, "200" if status == 200 else str(status)] += 1
-            first_s = request.first_s
-            until_first_s = first_s - request.started_s
-            stats.first_byte[path].observe(until_first_s)
-            is_stream = request.is_stream
-            if is_stream:
-                stats.parts[tuple(request.parts_s)].append(tuple(request.parts_s.values()))
-            if request.is_complete and status < 400 and endpoint.task is not None:
-                stats.model_request[model].observe(now_s - request.started_s)
-                if is_stream:
-                    stats.model_first_token[model].observe(until_first_s)
-                    if (more := request.used[1] - 1) > 0:
-                        stats.model_inter_token[model].observe((now_s - first_s) / more)
+            model, is_stream, is_complete = request.model, request.is_stream, request.is_complete
+            kind = endpoint.path, request.status, model, is_stream, is_complete, tuple(parts_s)
+            row = request.started_s, request.first_s, now_s, request.used[1], *parts_s.values()
+            stats.answers[kind].append(row)
             stats.left -= 1
             if not stats.left:
                 stats.count()
         if self._has_more:
             self._note(request, now_s)
-        if request.trace is not None:
-            end_trace(request, now_s)
 
     def _note(self, request: Request, now_s: float) -> None:
         """What is noted only where the configuration asks for it."""
@@ -78,6 +68,8 @@ class Account:
             log_access(request, now_s)
         if self._trace_file is not None and (told := served(request, now_s)) is not None:
             self._stats.untraced += not self._trace_file.record(told)
+        if request.trace is not None:
+            end_trace(request, now_s)
 
 
 def log_access(request: Request, now_s: float) -> None:

@@ -76,10 +76,11 @@ class Decode:
                 self._begin(request, up)
             if up.status >= 400:
                 await self._refuse(request, up.status, up.take())
-            elif up.is_stream:
-                await self._end_stream(request, up)
             else:
-                await self._send_whole(request, up)
+                rest = self._rest(request, up)
+                if request.connection.is_full:
+                    await request.connection.drained()
+                request.send(rest, more=False)
         except (UpstreamError, WorkerAnswerError) as error:
             await self._failed(request, worker, error)
             return error
@@ -88,9 +89,8 @@ class Decode:
             if request.has_turn:
                 request.has_turn = False
                 parts.suspects.pass_turn()
-        circuit = worker.circuit
-        if circuit.failures or circuit.retry_at_s:
-            parts.on_well(worker)
+        if worker.circuit.failures:
+            parts.fleet.on_success(worker)
         if suspicion.is_active:
             suspicion.on_answered(endpoint.path, request.body)
         if request.suspects and up.status < 400:
@@ -195,16 +195,6 @@ class Decode:
         if request.suspects:
             parts.on_answered(request)
 
-    async def _end_stream(self, request: Request, up: WorkerConnection) -> None:
-        """Pass on the last piece of a stream, or all of it."""
-        if not request.is_relayed:
-            self._begin_stream(request, up)
-        assert request.marks is not None
-        ready = request.marks.take_any(up.take(), True)
-        if not request.is_started:
-            request.begin_stream(up)
-        await request.pass_on(ready, more=False)
-
     async def _refuse(self, request: Request, status: int, body: bytes) -> None:
         """The worker answered with an error. Raises WorkerAnswerError where another worker may do better."""
         if len(body) > MAX_ERROR_BYTES:
@@ -213,18 +203,31 @@ class Decode:
             raise WorkerAnswerError(status, body)
         await request.send_worker_error(status, body)
 
-    async def _send_whole(self, request: Request, up: WorkerConnection) -> None:
-        """Send an answer that is no stream, or the rest of it. Raises UpstreamError where it may not be
-        one.
+    def _rest(self, request: Request, up: WorkerConnection) -> bytes:
+        """The last piece of an answer, or all of it with its head. Raises UpstreamError for what may not
+        follow what was sent.
         """
-        body = up.take()
+        data, meter = up.take(), request.meter
+        if up.is_stream:
+            if not request.is_relayed:
+                self._begin_stream(request, up)
+            marks = request.marks
+            assert marks is not None
+            data = marks.take(data, True)
+            if not request.is_started:
+                request.begin_stream(up)
+            if data and meter is not None and marks.used is None:
+                meter.count(data, request.ends_line)
+            return data
         if request.rest is not None:
-            await request.pass_on(request.rest + body, more=False)
-            return
-        if request.is_started or request.is_early:
+            data = request.rest + data
+        elif request.is_started or request.is_early:
             raise UpstreamError("protocol", _NOT_A_STREAM)
-        _begin_whole(request, up, len(body))
-        await request.pass_on(body, more=False)
+        else:
+            _begin_whole(request, up, len(data))
+        if meter is not None:
+            meter.count_whole(data)
+        return data
 
     async def _failed(self, request: Request, worker: Worker, error: Failure) -> None:
         """Pass on what came before, and note whose fault it is."""

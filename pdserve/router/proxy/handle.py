@@ -66,7 +66,7 @@ class Proxy:
         self._tracer = tracer
         self._cors = cors
         self._has_extras = tracer is not None or cors is not None
-        self._account = Account(config, stats, trace_file)
+        self._account = Account(config, stats, trace_file, has_traces=tracer is not None)
         self._total_s = config.deadlines.total_s
         self._early_head_s = config.deadlines.early_head_s
         self._bodies = Bodies(config, fleet)
@@ -89,7 +89,6 @@ class Proxy:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
         bodies, gate, understanding, size = self._bodies, self._gate, self._understanding, len(request.body)
         self.running.add(request)
-        self._stats.in_flight += 1
         if self._has_extras:
             self._begin_extras(request)
         try:
@@ -200,7 +199,9 @@ class Proxy:
             if first is not None:
                 word = await prefill(parts, request, first)
                 request.words += (word,)
-            request.phase, request.asked_s = "decode", time.monotonic()
+            else:
+                request.asked_s = time.monotonic()
+            request.phase = "decode"
             failure = await self._decode.attempt(request, decode)
         finally:
             fleet.on_released(decode, request.queued_tokens)

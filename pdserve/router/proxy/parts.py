@@ -81,12 +81,6 @@ class Parts:
             raise WorkerAnswerError(answer.status, answer.body)
         return answer.body
 
-    def on_well(self, worker: Worker) -> None:
-        """The worker completed an answer."""
-        circuit = worker.circuit
-        if circuit.failures or circuit.retry_at_s:
-            self.fleet.on_success(worker)
-
     def on_failure(
         self,
         request: Request,

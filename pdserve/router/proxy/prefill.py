@@ -187,16 +187,15 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
     the request itself is at fault.
     """
     request.phase, begun_s = "prefill", monotonic()
-    facts, info = request.facts, worker.info
+    prefix, info, limits_s = request.facts.prefix, worker.info, parts.limits_s
     is_foreign = info is not None and "prefill" in info.lacks
     is_long = request.prefill_tokens >= parts.pull_ahead_tokens
     try:
-        if facts.prefix is not None and facts.prefix.digests and not is_foreign:
+        if prefix is not None and prefix.digests and not is_foreign:
             outcome = await _shared(parts, request, worker)
         elif is_foreign or is_long or parts.suspicion.is_active:
-            outcome = await _computed(parts, request, worker, parts.limits_s.prefill_s)
-        else:
-            limits_s = parts.limits_s
+            outcome = await _computed(parts, request, worker, limits_s.prefill_s)
+        else:  # as `ask`, and nothing beside it
             try:
                 up = await parts.upstream.exchange(
                     request,
@@ -209,23 +208,25 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
                     None,
                     MAX_ERROR_BYTES,
                 )
-                outcome = _read(parts, request, worker, up, is_foreign=False)
+                outcome = _read(parts, request, worker, up)
             except FAILURES as error:
                 outcome = _failed(parts, request, worker, error)
-        return f"stage={outcome}"
     finally:
         if request.prefills is worker:
             request.prefills = None
             parts.fleet.on_released(worker, request.prefill_tokens, 1)
         elif request.prefills is not None:
             release_prefill(parts, request)
-        spent_s, published_s = monotonic() - begun_s, request.published_s
+        now_s = monotonic()
+        spent_s, published_s, parts_s = now_s - begun_s, request.published_s, request.parts_s
         if published_s is None:
-            request.parts_s["prefill"] = spent_s
+            parts_s["prefill"] = spent_s
         else:  # the worker reports it; it cannot be longer than what was measured here
-            if published_s > spent_s:
-                published_s = spent_s
-            request.parts_s["prefill"], request.parts_s["publish"] = spent_s - published_s, published_s
+            if not 0.0 <= published_s <= spent_s:
+                published_s = min(max(0.0, published_s), spent_s)
+            parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
+    request.asked_s = now_s  # the decode worker is asked at once
+    return f"stage={outcome}"
 
 
 def release_prefill(parts: Parts, request: Request) -> None:
@@ -317,7 +318,8 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             None,
             MAX_ERROR_BYTES,
         )
-        return _read(parts, request, worker, up, is_foreign=is_foreign)
+        read = _read_foreign if is_foreign else _read
+        return read(parts, request, worker, up)
     except FAILURES as error:
         return _failed(parts, request, worker, error)
     finally:
@@ -325,31 +327,77 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             parts.suspects.pass_turn()
 
 
-def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection, *, is_foreign: bool) -> str:
-    """The outcome that an answer tells. Raises FAILURES."""
+def _read_foreign(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) -> str:
+    """As `_read`, of an answer of one token: its worker has the prompt in its memory, and tells no more."""
     if up.status != 200:
         raise WorkerAnswerError(up.status, up.take())
-    report = None if is_foreign else _decode_report(up.take())
-    if report is not None and (report.missed or report.turns != "0"):
-        report.check()
-    circuit = worker.circuit
-    if circuit.failures or circuit.retry_at_s:
-        parts.on_well(worker)
-    if report is None:
-        _note_plain(parts, request, worker)
-        parts.stats.prefill["ok"] += 1
-        return "one-token"
-    _note(parts, request, worker, report)
-    outcome = "partial" if report.missing_pages else "ok"
-    parts.stats.prefill[outcome] += 1
-    return outcome
+    parts.fleet.on_success(worker)
+    parts.placer.on_prefilled(request.facts, worker, 0, 0, parts.loop.time())
+    request.prefill_id = worker.id_header
+    parts.stats.prefill["ok"] += 1
+    return "one-token"
+
+
+def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) -> str:
+    """The outcome that an answer tells. Tell placement, the decode worker, the client and the metrics what it
+    reports. Raises FAILURES.
+    """
+    if up.status != 200:
+        raise WorkerAnswerError(up.status, up.take())
+    report, stats, meter, turns_line = _decode_report(up.take()), parts.stats, request.meter, NO_TURNS
+    if report.missed or report.turns != "0":
+        turns_line = _note_words(request, report)
+    if worker.circuit.failures:
+        parts.fleet.on_success(worker)
+    found, prompt_tokens, by_prompt = report.cached, report.prompt_tokens, report.cached_by_prompt
+    stats.prompt_tokens += prompt_tokens
+    if found is None or not (found.device or found.host or found.pool):
+        tokens = 0, 0, 0, prompt_tokens
+        if prompt_tokens and not (request.is_prompt_counted or request.plan.turn):
+            request.is_prompt_counted = True
+            stats.turn_tokens["none", "computed"] += prompt_tokens
+    else:
+        cached = found.device + found.host + found.pool
+        tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)
+        for tier, count in zip(CACHES, tokens, strict=False):
+            stats.cached_tokens[tier] += count
+    if not request.is_prompt_counted:
+        count_prompt(stats, request, tokens)
+    if request.facts.prefix is not None:
+        pages = report.published_pages, report.missing_pages
+        parts.placer.on_prefilled(request.facts, worker, *pages, parts.loop.time())
+    if len(by_prompt) == 1:
+        request.cached_before = b"x-pdserve-prefilled: %d/%d/%d\r\n" % by_prompt[0]
+    else:
+        request.cached_before = cached_before_line(by_prompt)
+    request.prefill_id, request.prefill_cached = worker.id_header, CACHED_WORDS % tokens
+    if request.plan.handoff == "pool":
+        request.turns_line, request.published_s = turns_line, report.publish_ms / 1e3
+        if (first := report.first) and first.isalnum():  # else it could end the header
+            request.cached_before += b"x-pdserve-first: %b\r\n" % first.encode()
+    if meter is not None:
+        meter.prompt_tokens = prompt_tokens
+    if report.missing_pages:
+        stats.missing_pages += report.missing_pages
+        stats.prefill["partial"] += 1
+        return "partial"
+    stats.prefill["ok"] += 1
+    return "ok"
+
+
+def _note_words(request: Request, report: PrefillReport) -> bytes:
+    """What only some reports say. Returns the line for the decode worker. Raises msgspec.ValidationError."""
+    report.check()
+    if report.missed:
+        request.missed += (report.missed.encode(),)
+    return b"x-pdserve-turns: %b\r\n" % (report.turns.encode() or b"0")
 
 
 def _failed(parts: Parts, request: Request, worker: Worker, error: BaseException) -> str:
     """The outcome of a failure. Raises WorkerAnswerError where the request is at fault."""
     if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
         parts.stats.prefill["client-error"] += 1
-        parts.on_well(worker)
+        parts.fleet.on_success(worker)
         raise error
     parts.suspects.on_failure(request, worker, error)
     outcome = outcome_of(error)
@@ -366,51 +414,3 @@ def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
     request.prefill_id = found.worker.id_header
     parts.stats.prefill["shared"] += 1
     return "shared"
-
-
-def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
-    """A worker that answers a request for one token has the prompt in its memory, and tells no more of it."""
-    parts.placer.on_prefilled(request.facts, worker, 0, 0, parts.loop.time())
-    request.prefill_id = worker.id_header
-
-
-def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport) -> None:
-    """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
-    stats, found, prompt_tokens = parts.stats, report.cached, report.prompt_tokens
-    stats.prompt_tokens += prompt_tokens
-    if found is None or not (found.device or found.host or found.pool):
-        tokens = 0, 0, 0, prompt_tokens
-        if prompt_tokens and not (request.is_prompt_counted or request.plan.turn):
-            request.is_prompt_counted = True
-            stats.turn_tokens["none", "computed"] += prompt_tokens
-    else:
-        cached = found.device + found.host + found.pool
-        tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)
-        for tier, count in zip(CACHES, tokens, strict=False):
-            stats.cached_tokens[tier] += count
-    if request.facts.prefix is not None:
-        parts.placer.on_prefilled(
-            request.facts, worker, report.published_pages, report.missing_pages, parts.loop.time()
-        )
-    if not request.is_prompt_counted:
-        count_prompt(stats, request, tokens)
-    by_prompt = report.cached_by_prompt
-    if len(by_prompt) == 1:
-        request.cached_before = b"x-pdserve-prefilled: %d/%d/%d\r\n" % by_prompt[0]
-    else:
-        request.cached_before = cached_before_line(by_prompt)
-    request.prefill_id = worker.id_header
-    request.prefill_cached = CACHED_WORDS % tokens
-    if report.missed:
-        request.missed += (report.missed.encode(),)
-    if request.meter is not None:
-        request.meter.prompt_tokens = prompt_tokens
-    if request.plan.handoff == "pool":
-        request.turns_line = NO_TURNS
-        if report.first.isalnum():  # else it could end the header
-            request.cached_before += b"x-pdserve-first: %b\r\n" % report.first.encode()
-        if report.turns not in ("", "0"):
-            request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
-        request.published_s = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
-    if report.missing_pages:
-        stats.missing_pages += report.missing_pages

@@ -78,6 +78,10 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
 _NO_PROMPT: Final = msgspec.Raw(b"")
+_OWN_LINES: Final = (
+    b"x-request-id: %b\r\nx-pdserve-plan: %b\r\nx-pdserve-prefill: %b\r\n"
+    b"x-pdserve-prefill-cached: %b\r\nx-pdserve-decode: %b\r\n"
+)
 _JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
@@ -294,17 +298,17 @@ class Request(ClientRequest):
         """Makes the requests that `handle` serves. It is called as the constructor of ClientRequest.
         `told_by`: headers that `handle` looks at.
         """
-        blank, telling = cls.blank(), frozenset((*told_by, *PASSED_ON, b"x-request-id"))
-        blank._handle = handle
+        telling, blanks = frozenset((*told_by, *PASSED_ON, b"x-request-id")), {}
+        for path, endpoint in ENDPOINTS.items():
+            blanks[path] = blank = cls.blank()
+            blank._handle, blank.endpoint, blank.path = handle, endpoint, path
 
         def make(connection: Channel, method: bytes, target: bytes, path: str, headers: Headers) -> Request:
-            made = copied(blank)
+            made = copied(blanks[path])
             made.connection = connection
             made.method = method
             made.target = target
-            made.path = path
             made.headers = headers
-            made.endpoint = endpoint = ENDPOINTS[path]
             made.fields = fields = dict(headers)
             made.parts_s = {}
             made.started_s = monotonic()
@@ -313,7 +317,7 @@ class Request(ClientRequest):
             if not ids:
                 ids += new_ids()
             made.id = made.worker_id = id_ = ids.pop()
-            if is_plain and not endpoint.is_form:
+            if is_plain and not made.endpoint.is_form:
                 made.lines = _JSON_LINES % id_
             else:
                 made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
@@ -399,13 +403,6 @@ class Request(ClientRequest):
         )
         return [pair for pair in said if pair[1]]
 
-    def used_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer, as far as workers have said or are known."""
-        marks, meter = self.marks, self.meter
-        if marks is not None and marks.used is not None:
-            return marks.used
-        return (0, 0) if meter is None else meter.total(self.is_stream)
-
     def tell_plan(self) -> None:
         """The client is told what has become of the plan until now."""
         self.plan_words = told(self.words)
@@ -424,12 +421,12 @@ class Request(ClientRequest):
         in bytes; None: a stream of events. `closes`: the connection ends with the answer. `is_early`: only a
         head is sent now.
         """
-        has_head, self.is_early = self.is_early, self.is_early or is_early
-        if not is_early:
-            self.is_started = True
+        has_head = self.is_early
+        if is_early:
+            self.is_early = True
+        else:
+            self.is_started, self.status, self.is_stream = True, status, length is None
             self.first_s = now_s or monotonic()
-            self.status = status
-            self.is_stream = length is None
         if has_head:
             return
         tenant = self.tenant
@@ -440,16 +437,13 @@ class Request(ClientRequest):
             or not self.shows_insides
             or (tenant is not None and tenant.has_rates)
         ):
-            head = self._own_lines(lines)
+            lines = self._own_lines(lines)
         else:  # nearly always, where there is a prefill stage: at once
-            head = [
-                *(lines, b"x-request-id: ", self.id, b"\r\nx-pdserve-plan: ", self.plan_words),
-                *(b"\r\nx-pdserve-prefill: ", self.prefill_id, b"\r\nx-pdserve-prefill-cached: "),
-                *(self.prefill_cached, b"\r\nx-pdserve-decode: ", self.decode_id, b"\r\n"),
-            ]
-        self.start(status, head, length, closes=closes)
+            said = self.id, self.plan_words, self.prefill_id, self.prefill_cached, self.decode_id
+            lines += _OWN_LINES % said
+        self.start(status, lines, length, closes=closes)
 
-    def _own_lines(self, lines: bytes) -> list[bytes]:
+    def _own_lines(self, lines: bytes) -> bytes:
         """These header lines and the router's own."""
         pairs = [(b"x-request-id", self.id), *self.more_headers]
         if self.tenant is not None and self.tenant.has_rates:
@@ -459,7 +453,7 @@ class Request(ClientRequest):
             pairs.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
             hidden = () if self.shows_insides else (b"x-pdserve-prefill", b"x-pdserve-decode")
             pairs += [pair for pair in self.worker_headers if pair[0] not in hidden]
-        return [lines, *(b"%b: %b\r\n" % pair for pair in pairs)]
+        return lines + b"".join([b"%b: %b\r\n" % pair for pair in pairs])
 
     def relay(self, up: WorkerConnection) -> None:
         """Pass on what has come of a stream that has begun. The worker's connection calls this for each read:

@@ -41,6 +41,10 @@ _USAGE = re.compile(rb"^: pd-usage (\d{1,15}) (\d{1,15})\n\n", re.MULTILINE)
 _MARKS = re.compile(rb"^: pd ([^\n]*+(?:\n(?!\n)[^\n]*+)*+\n\n)", re.MULTILINE)
 """A whole mark and the blank line behind it. Events are lines of JSON: no other line begins like one."""
 _usual = re.compile(rb"((?:(?:event: [^\n]*+\n)?data: [^\n]*+\n\n)++): pd (\d[^\n]*+\n\n)").fullmatch
+_usual_end = re.compile(
+    rb"((?:(?:event: [^\n]*+\n)?data: [^\n]*+\n\n)*+)(?:: pd (\d[^\n]*+\n\n))?"
+    rb": pd-usage (\d{1,15}) (\d{1,15})\n\n((?:(?:event: [^\n]*+\n)?data: [^\n]*+\n\n)*+)"
+).fullmatch
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _OPENING_BYTES = 512
 _ID = re.compile(rb'"id":"[^"]*"')
@@ -109,19 +113,20 @@ class StreamMarks:
 
     def take(self, data: bytes, at_end: bool) -> bytes:
         """Take the stream's next bytes. Returns the events to pass on now; the rest is held."""
-        if (
-            self.is_marked
-            and not (self._held or at_end or self._renamed)
-            and (usual := _usual(data)) is not None
-        ):  # whole events and one mark behind them: nearly always
-            events = usual[1]
-            self._unread += usual[2]
-            if self._unread[_BLOCK_BYTES:]:
-                self._blocks.append(self._unread)
-                self._unread = b""
-            if not self._opening:
-                self._opening = events[:_OPENING_BYTES]
-            return events
+        if self.is_marked and not (self._held or self._renamed):
+            usual = _usual_end(data) if at_end else _usual(data)
+            if usual is not None:  # whole events and one mark behind them, or the usual end: nearly always
+                events = usual[1]
+                self._unread += usual[2] or b""
+                if self._unread[_BLOCK_BYTES:]:
+                    self._blocks.append(self._unread)
+                    self._unread = b""
+                if not self._opening:
+                    self._opening = events[:_OPENING_BYTES]
+                if at_end:
+                    self.is_marked, self.used = False, (int(usual[3]), int(usual[4]))
+                    return events + usual[5]
+                return events
         return self.take_any(data, at_end)
 
     def take_any(self, data: bytes, at_end: bool) -> bytes:

@@ -55,7 +55,7 @@ async def test_times_are_counted_by_model_and_errors_are_not() -> None:
         await harness.chat(stream=True)
         decode.script(CHAT, answer(400, {"error": "no"}))
         await harness.chat()
-        await harness.until(lambda: harness.stats.in_flight == 0)
+        await harness.until(lambda: harness.in_flight == 0)
         assert counted(harness, "model_request_seconds") == {("m",): 2}
         assert counted(harness, "model_first_token_seconds") == {("m",): 1}
         assert counted(harness, "model_inter_token_seconds") == {("m",): 1}

@@ -131,7 +131,7 @@ class Client:
             await asyncio.sleep(0)
 
     async def answer(self, number: int = -1) -> None:
-        self.cycles[number].start(200, [], 2)
+        self.cycles[number].start(200, b"", 2)
         await self.cycles[number].write(b"ok", more=False)
         await self.settle()
 
@@ -253,7 +253,7 @@ async def test_a_server_that_stops_waits_no_longer_than_the_lingering_time(state
 @virtually
 async def test_an_answer_that_promised_to_keep_alive_is_kept_for_the_lingering_time() -> None:
     client = await in_state("answering")
-    client.cycles[0].start(200, [], 2)
+    client.cycles[0].start(200, b"", 2)
     await client.stop()
     await asyncio.sleep(5)
     await client.cycles[0].write(b"ok", more=False)
@@ -440,7 +440,7 @@ async def test_after_an_ordinary_request_a_connection_is_idle() -> None:
 @virtually
 async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -> None:
     client = await in_state("answering")
-    client.cycles[0].start(200, [], 10)
+    client.cycles[0].start(200, b"", 10)
     await client.cycles[0].write(b"half", more=True)
     await client.send(b"SSH-2.0-x\r\n\r\n")
     assert client.transport.is_closing()
@@ -479,7 +479,7 @@ async def test_a_client_that_reads_again_in_time_is_not_cut_off() -> None:
 async def test_the_end_of_an_answer_that_a_client_does_not_take_is_not_kept_for_ever(closes: bool) -> None:
     client = await in_state("answering")
     client.transport.unread_bytes = 1000  # too little to pause the writing
-    client.cycles[-1].start(200, [], 2, closes=closes)
+    client.cycles[-1].start(200, b"", 2, closes=closes)
     await client.cycles[-1].write(b"ok", more=False)
     await asyncio.sleep(KEEP_ALIVE_S + READ_S + 1.0)
     assert client.transport.was_aborted

@@ -16,6 +16,7 @@ from pdserve.router.metrics.stats import (
     STATES,
     Histogram,
     Snapshot,
+    Stats,
     add_up,
     left_behind,
 )
@@ -111,6 +112,31 @@ def test_the_text_form_after_a_channel_has_every_metric_with_its_values(snapshot
             expected[f"{definition.family_name}_count", *labels] = below
             expected[f"{definition.family_name}_sum", *labels] = histogram.sum_s
         assert shown == expected
+
+
+def test_answers_counted_in_lots_are_those_that_were_added() -> None:
+    stats, chat = Stats(), "/v1/chat/completions"
+    stats.answers[chat, 200, "m", True, True, ("decode", "router")] += [
+        (10.0, 10.25, 12.25, 5, 0.2, 0.05),
+        (10.0, 11.0, 11.0, 1, 0.5, 0.5),
+    ]
+    stats.answers[chat, 200, "m", True, False, ("decode", "router")].append((0.0, 1.0, 2.0, 9, 1.0, 0.0))
+    stats.answers[chat, 200, "m", False, True, ("prefill",)].append((0.0, 3.0, 3.0, 7, 1.0))
+    stats.answers[chat, 503, "m", False, True, ()].append((0.0, 4.0, 4.0, 0))
+    stats.answers["/tokenize", 200, "m", False, True, ()].append((0.0, 4.0, 4.0, 0))
+    for _ in range(2):  # what was counted is not counted again
+        found = stats.snapshot()
+        assert found.values["requests"] == {
+            (chat, "200"): 4,
+            (chat, "503"): 1,
+            ("/tokenize", "200"): 1,
+        }
+        assert found.histograms["time_to_first_byte_seconds"][chat,] == histogram_of([0.25, 1, 1, 3, 4])
+        assert found.histograms["first_token_seconds"]["decode",] == histogram_of([0.2, 0.5, 1])
+        assert set(found.histograms["first_token_seconds"]) == {("decode",), ("router",)}
+        assert found.histograms["model_request_seconds"]["m",] == histogram_of([2.25, 1, 3])
+        assert found.histograms["model_first_token_seconds"]["m",] == histogram_of([0.25, 1])
+        assert found.histograms["model_inter_token_seconds"]["m",] == histogram_of([0.5])
 
 
 def _bound(labels: dict[str, str]) -> list[str]:

@@ -71,7 +71,6 @@ async def test_workers_that_say_how_busy_they_are_get_less() -> None:
 
 
 def placements(harness: Harness, role: str) -> dict[str, int]:
-    harness.stats.count()
     return {why: count for (who, why), count in harness.stats.placements.items() if who == role}
 
 

@@ -26,11 +26,11 @@ async def burst(
     harness: Harness, prefill: MockWorker, count: int = BURST, messages: Any = PROMPT
 ) -> list[Connection]:
     """Clients that have asked for the same, the first of them at the prefill worker, the others behind it."""
-    before, in_flight = len(prefill.got("/pd/prefill")), harness.stats.in_flight
+    before, in_flight = len(prefill.got("/pd/prefill")), harness.in_flight
     clients = [await harness.asking(messages=messages)]
     await prefill.wait_until(lambda: len(prefill.got("/pd/prefill")) > before)
     clients += [await harness.asking(messages=messages) for _ in range(count - 1)]
-    await harness.until(lambda: harness.stats.in_flight == in_flight + count)
+    await harness.until(lambda: harness.in_flight == in_flight + count)
     for _ in range(20):  # until each of them has come to its stage
         await asyncio.sleep(0)
     return clients
@@ -50,7 +50,7 @@ async def test_a_cold_prompt_of_many_clients_is_computed_once() -> None:
             prefill.script("/pd/prefill", held(gate, REPORT))
         first = [await harness.asking(messages=PROMPT) for _ in range(BURST)]
         await asyncio.wait_for(gate.reached.wait(), 10)
-        await harness.until(lambda: harness.stats.in_flight == BURST)
+        await harness.until(lambda: harness.in_flight == BURST)
         for _ in range(20):
             await asyncio.sleep(0)
         at_prefill = [w.in_flight for w in harness.router.fleet.workers if w.role == "prefill"]
@@ -109,9 +109,9 @@ async def test_clients_that_leave_while_they_wait_leave_nothing_behind() -> None
         leader, *followers = await burst(harness, prefill)
         for follower in followers:
             follower.leave()
-        await harness.until(lambda: harness.stats.in_flight == 1)
+        await harness.until(lambda: harness.in_flight == 1)
         leader.leave()
-        await harness.until(lambda: harness.stats.in_flight == 0)
+        await harness.until(lambda: harness.in_flight == 0)
         assert len(prefill.got("/pd/prefill")) == 1
         assert (await harness.chat(messages=PROMPT)).status == 200
 
@@ -123,7 +123,7 @@ async def test_pages_that_are_not_in_the_pool_are_found_where_they_were_computed
             prefill.script("/pd/prefill", held(gate, REPORT | {"missing_pages": 2}))
         clients = [await harness.asking(messages=PROMPT) for _ in range(4)]
         await asyncio.wait_for(gate.reached.wait(), 10)
-        await harness.until(lambda: harness.stats.in_flight == 4)
+        await harness.until(lambda: harness.in_flight == 4)
         gate.open.set()
         assert (await plans(clients))["shared"] == 0
         assert sorted(len(prefill.got("/pd/prefill")) for prefill in prefills) == [0, 4]

@@ -19,6 +19,7 @@ from pdserve.router.config.limits import Deadlines, Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.http.listening import bind
 from pdserve.router.http.serving import make_server
+from pdserve.router.metrics.stats import Stats
 from pdserve.tracing import Tracer
 from tests.support.router.mock_worker import MockWorker, workers
 
@@ -114,8 +115,18 @@ class Harness:
     def __init__(self, router: Router, port: int) -> None:
         self.router = router
         self.port = port
-        self.stats = router.stats
         self._clients: list[Connection] = []
+
+    @property
+    def stats(self) -> Stats:
+        """The router's counters, with all that was observed counted."""
+        self.router.stats.count()
+        return self.router.stats
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the router serves now."""
+        return len(self.router.proxy.running)
 
     @property
     def url(self) -> str:
@@ -161,7 +172,7 @@ class Harness:
 
     async def settle(self) -> None:
         """Let the router's own callbacks run until it has nothing in flight."""
-        while self.stats.in_flight:  # noqa: ASYNC110 - the router has no event for this, and needs none
+        while self.in_flight:  # noqa: ASYNC110 - the router has no event for this, and needs none
             await asyncio.sleep(0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -171,7 +182,7 @@ class Harness:
 
     async def until_in_flight(self) -> None:
         """Let the router's own callbacks run until it has seen a request."""
-        while not self.stats.in_flight:  # noqa: ASYNC110 - as above
+        while not self.in_flight:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0)
 
     async def assert_nothing_leaked(self) -> None:
