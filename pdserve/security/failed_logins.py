@@ -1,7 +1,8 @@
 """A throttle of failed logins by client address: API keys at a router. Pure; time is an input.
 
 An unknown key is a failure of its address. After `BURST` failures, keys from this address are refused unseen,
-right or wrong: otherwise the answer would tell an attacker hits from misses. `FORGIVEN_S` failures are forgotten each second.
+right or wrong: otherwise the answer would tell an attacker hits from misses. `FORGIVEN_S` failures
+are forgotten each second.
 
 Clients that share an address with an attacker are not locked out: a token that was proved from that address
 before is always checked. So only a client that is new at such an address waits until the attack ends. The
