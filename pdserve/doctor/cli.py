@@ -21,7 +21,7 @@ from pdserve.doctor.asking import Asker, NoAnswer
 from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.log_text import printable
 from pdserve.security.tls import Certificates

@@ -31,8 +31,7 @@ from pdserve.kvpool.namespaces.access import guards
 from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
 from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.namespaces.validation import check_settings, check_tenant_settings
-from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig, settings_of, token_digest
 from pdserve.kvpool.protocol.address import is_ipv6, is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id

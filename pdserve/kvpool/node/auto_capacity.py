@@ -17,7 +17,7 @@ from typing import Final, Self
 from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, StartupError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.memory.placement import free_huge_pages
 from pdserve.kvpool.node.memory.slab_size import SLAB_BYTES, least_slab
 from pdserve.resources.machine import has_nvidia_gpu

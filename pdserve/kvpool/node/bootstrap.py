@@ -13,7 +13,7 @@ from pdserve.kvpool.core.sharding.handover import MAX_TARGETS
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers

@@ -51,9 +51,8 @@ from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces.tenants import MARK, split
 from pdserve.kvpool.node.admission import Admission, Places, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
-from pdserve.kvpool.node.events.feed import open_feed
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import Meter, Series
@@ -187,6 +186,8 @@ class PoolNode:
         )
         self._acts = self._make_acts()
         if self.config.events.address:
+            from pdserve.kvpool.node.events import open_feed  # needs an extra
+
             feed = open_feed(self.config.events, self._loop, self.state)
             self._acts |= feed.acts()
             ending.callback(feed.close)

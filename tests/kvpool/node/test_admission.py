@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.kvpool.node.admission import Admission, Places, rules_of
-from pdserve.kvpool.node.config.cluster import ClusterConfig
-from pdserve.kvpool.node.config.node import PoolNodeConfig, TcpConfig, UcxConfig
+from pdserve.kvpool.node.config import ClusterConfig, PoolNodeConfig, TcpConfig, UcxConfig
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, key_id, without_token

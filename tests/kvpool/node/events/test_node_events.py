@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from pdserve.kvpool.node.config.events import EventsConfig
+from pdserve.kvpool.node.config import EventsConfig
 from pdserve.kvpool.node.events import feed
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.kv_events import block_hash, object_key
