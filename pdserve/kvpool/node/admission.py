@@ -28,9 +28,13 @@ from pdserve.extras import how_to_install, is_installed
 from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.namespaces.access import guards
-from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
+from pdserve.kvpool.namespaces.registry import (
+    NamespaceError,
+    check_name,
+    check_settings,
+    check_tenant_settings,
+)
 from pdserve.kvpool.namespaces.tenants import split
-from pdserve.kvpool.namespaces.validation import check_settings, check_tenant_settings
 from pdserve.kvpool.node.config import PoolNodeConfig, settings_of, token_digest
 from pdserve.kvpool.protocol.address import is_ipv6, is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View

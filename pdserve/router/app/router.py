@@ -10,13 +10,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
-from pdserve.router.admission.gate import Gate
+from pdserve.metric import Labels
+from pdserve.router.admission.gate import Gate, gate_metrics
 from pdserve.router.api.endpoints import fold
-from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.fleet.registry import Fleet
@@ -25,6 +26,8 @@ from pdserve.router.http.asgi import Asgi, Message, Receive, Scope, Send, addres
 from pdserve.router.http.cors import Cors
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Snapshot, Stats
+from pdserve.router.placement.elastic import ElasticRoles
+from pdserve.router.placement.placer import Placer
 from pdserve.router.proxy.handle import Proxy
 from pdserve.router.request.request import request_id
 from pdserve.router.request.traces import TraceFile
@@ -200,3 +203,56 @@ class Router:
             "parent": parent,
             "max_model_len": self.fleet.context_length(model),
         }
+
+
+def collect(
+    stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, placer: Placer, now_s: float
+) -> Snapshot:
+    """All metrics as they are now."""
+    kinds = msgspec.structs.asdict(upstream.counts)
+    stats.show(
+        {
+            "sessions": len(placer.sessions),
+            "upstream_connections": {(kind,): count for kind, count in kinds.items()},
+            "upstream_connections_open": upstream.open_count,
+            "upstream_connections_idle": upstream.idle_count,
+            **_of_elastic(fleet, placer.elastic, now_s),
+            **_of_workers(fleet),
+            **gate_metrics(gate),
+        }
+    )
+    stats.queue_wait = gate.queue_wait
+    return stats.snapshot()
+
+
+def _of_workers(fleet: Fleet) -> dict[str, dict[Labels, int]]:
+    workers = {(worker.id, worker.role): worker for worker in fleet.workers}
+    in_flight: dict[Labels, int] = dict.fromkeys(workers, 0)
+    for worker in fleet.members.at_work:
+        key = worker.id, worker.role
+        in_flight[key] = in_flight.get(key, 0) + worker.in_flight
+    return {
+        "worker_requests_in_flight": in_flight,
+        "worker_healthy": {key: int(w.ready and w.refused is None) for key, w in workers.items()},
+        "worker_draining": {key: int(w.draining) for key, w in workers.items()},
+        "worker_circuit_open": {key: int(w.circuit.retry_at_s > 0) for key, w in workers.items()},
+        "worker_refused": {key: int(w.refused is not None) for key, w in workers.items()},
+    }
+
+
+def _of_elastic(fleet: Fleet, elastic: ElasticRoles, now_s: float) -> dict[str, dict[Labels, float]]:
+    wanted: dict[Labels, float] = {}
+    prefills: dict[Labels, float] = {}
+    for model in fleet.models:
+        snapshot = fleet.snapshot(model, now_s)
+        if elastic.counts(snapshot):
+            roles = {w.role for w in fleet.workers if w.info is not None and w.info.model == model}
+            of_role = elastic.wanted_of_role(snapshot, roles, now_s)
+            wanted |= {(model, role): round(workers, 3) for role, workers in of_role.items()}
+        prefilling = elastic.prefilling(model)
+        prefills |= {(w.id, w.role): float(w.id in prefilling) for w in snapshot.elastic}
+    return {
+        "workers_wanted": wanted,
+        "worker_prefills": prefills,
+        "duty_changes": {(model,): float(count) for model, count in elastic.changes().items()},
+    }
