@@ -25,8 +25,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
-from pdserve.engine.fingerprints import kept_fingerprint
-from pdserve.engine.model_dir import fingerprint_of, pool_model
+from pdserve.engine.model_dir import fingerprint_of, kept_fingerprint, pool_model
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.page_tag import page_key_id
 from pdserve.kvpool.weights.names import is_pool_url

@@ -29,8 +29,7 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
-from pdserve.kvpool.node.memory.placement import free_huge_pages
-from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES, SLAB_BYTES, least_slab
+from pdserve.kvpool.node.memory.placement import MIN_SLOT_BYTES, SLAB_BYTES, free_huge_pages, least_slab
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol.slot_table import TableLayout

@@ -16,8 +16,7 @@ from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.errors import ConfigError
 from pdserve.kvpool.namespaces.access import TOKENS
-from pdserve.kvpool.node.memory.placement import Placement
-from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, MIN_SLOT_BYTES, slab_for
+from pdserve.kvpool.node.memory.placement import MAX_SLAB_BYTES, MIN_SLOT_BYTES, Placement, slab_for
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.kvpool.protocol.kv_events import EventFormat

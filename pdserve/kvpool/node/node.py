@@ -53,8 +53,7 @@ from pdserve.kvpool.node.admission import Admission, Places, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
-from pdserve.kvpool.node.memory.arena import Arena
-from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
+from pdserve.kvpool.node.memory.arena import Arena, DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import Meter, Series
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before

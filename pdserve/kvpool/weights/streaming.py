@@ -26,15 +26,17 @@ from typing import Final, NamedTuple, TypeAlias
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned
-from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece
-from pdserve.kvpool.weights.reading import PageReader
-from pdserve.kvpool.weights.tensors import (
+from pdserve.kvpool.weights.manifest import (
     LENGTH_BYTES,
     BadHeader,
+    FileEntry,
+    Manifest,
+    Piece,
     TensorPlace,
     header_bytes,
     parse_header,
 )
+from pdserve.kvpool.weights.store import PageReader
 
 SPARE_BYTES: Final = 512 << 20  # of buffers kept to be used again
 

@@ -1,24 +1,30 @@
 """The router's ASGI application: the ordinary routes by FastAPI, behind API keys and CORS.
 
 `ENDPOINTS` do not come here: the server hands them to the `Proxy`.
+
+Errors of its routes have OpenAI's form.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
 
+import fastapi
 import msgspec
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.metric import Labels
 from pdserve.router.admission.gate import Gate, gate_metrics
-from pdserve.router.api.endpoints import fold
-from pdserve.router.app.error_handlers import refused
+from pdserve.router.api.endpoints import ENDPOINTS, MAX_SHOWN_CHARS, fold, not_found, similar
+from pdserve.router.api.errors import ErrorForm, error_body, error_headers, error_of
 from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import WITHOUT
@@ -29,9 +35,53 @@ from pdserve.router.metrics.stats import Snapshot, Stats
 from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.placement.placer import Placer
 from pdserve.router.proxy.handle import Proxy
-from pdserve.router.request.request import request_id
+from pdserve.router.request.request import JSON, request_id
 from pdserve.router.request.traces import TraceFile
 from pdserve.tracing import Tracer
+
+OPENAI: Final[ErrorForm] = "openai"
+
+
+def refused(error: RequestError) -> Response:
+    """The answer of an ordinary route that is refused."""
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_of(error), error.status, headers, JSON.decode())
+
+
+def add_error_handlers(app: fastapi.FastAPI, more_paths: Iterable[str] = ()) -> None:
+    """Errors of the ordinary routes in OpenAI's form, or in that of the endpoint that was probably meant.
+    `more_paths`: served beside the application's own.
+    """
+
+    async def on_http(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        said, form = f"{path[:MAX_SHOWN_CHARS]}: {error.detail}", OPENAI
+        if error.status_code == 404:
+            known = [route.path for route in app.routes if isinstance(route, Route)]
+            known += more_paths
+            said = not_found(request.scope["method"], path, known)
+            if meant := ENDPOINTS.get(similar(path, known) or ""):
+                form = meant.errors
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # see `http.asgi`
+        body = error_body(error.status_code, said, form=form)
+        return Response(body, error.status_code, headers, media_type=JSON.decode())
+
+    async def on_refused(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return refused(error)
+
+    async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        said = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+        return Response(error_body(400, said), 400, media_type=JSON.decode())
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestError, on_refused)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
 """Ordinary routes that need no API key where others do."""

@@ -25,7 +25,7 @@ from typing import Final
 
 from pdserve.kvpool.policies import KEEP, make_policy
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
-from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.policies.orders import Ttl
 from pdserve.pages import KIN_BYTES
 
 MAX_KIN: Final = 256

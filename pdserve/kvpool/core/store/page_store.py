@@ -27,7 +27,7 @@ from pdserve.kvpool.core.store.slot_states import SlotStates
 from pdserve.kvpool.core.store.victims import reorder
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.policies.base import Links
-from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.policies.orders import Ttl
 from pdserve.kvpool.protocol.slot_table import COMMITTED, QUARANTINED, RESERVED, SWEEPING
 
 BETWEEN_CHUNKS_S: Final = 0.002  # other requests are served meanwhile

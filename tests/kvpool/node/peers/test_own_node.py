@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kvpool.node.config import ClusterConfig
+from pdserve.kvpool.node.config import ClusterConfig, NamespaceDefaults
 from pdserve.kvpool.node.peers import peer_link
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.connectors import connect
@@ -158,7 +158,12 @@ def test_what_is_erased_at_one_node_is_left_at_none(pool: Nodes) -> None:
 def test_who_may_not_drop_a_tenants_pages_has_no_node_drop_them(tmp_path: Path, named: str) -> None:
     """The first node has the others do it with its own rights."""
     token = "the-token-of-the-operator"
-    nodes = Nodes(tmp_path, admin_token=token, cluster=ClusterConfig(token="the-token-of-the-nodes"))
+    nodes = Nodes(
+        tmp_path,
+        admin_token=token,
+        cluster=ClusterConfig(token="the-token-of-the-nodes"),
+        namespace_defaults=NamespaceDefaults(read_token="the-token-of-the-readers"),
+    )
     try:
         for name in ("n0", "n1"):
             nodes.start(name)
