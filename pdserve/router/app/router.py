@@ -222,7 +222,7 @@ class Router:
 
     def reload(self) -> None:
         """Read the API keys anew. Raises ConfigError, and changes nothing then."""
-        self.gate.configure(self.config)
+        self.gate.read_keys()
 
     def reload_all(self) -> None:
         """The same, in all of the router's processes. The others only log what is wrong."""
