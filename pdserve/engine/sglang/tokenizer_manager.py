@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 from fastapi import HTTPException
 
 from pdserve.engine.contract.endpoints import COMPLETIONS, EMBEDDINGS, GENERATE, PREFILL, RESPONSES
-from pdserve.engine.contract.scheduler_limits import (
+from pdserve.engine.contract.sampling import (
     bound_sampling,
     check_ids,
     check_logprobs,

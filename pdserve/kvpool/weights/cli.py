@@ -25,7 +25,7 @@ from pdserve.kvpool.admin.node_client import (
 )
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
-from pdserve.kvpool.namespaces.validation import MAX_COPIES
+from pdserve.kvpool.namespaces.registry import MAX_COPIES
 from pdserve.kvpool.weights import catalog
 from pdserve.kvpool.weights.files import write_files
 from pdserve.kvpool.weights.names import parse_model

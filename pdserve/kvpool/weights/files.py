@@ -16,7 +16,7 @@ from typing import Final
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import aligned
 from pdserve.kvpool.weights.manifest import FileEntry, Manifest, is_named
-from pdserve.kvpool.weights.reading import PageReader
+from pdserve.kvpool.weights.store import PageReader
 from pdserve.kvpool.weights.streaming import batches
 from pdserve.security.private_directory import private_directory
 

@@ -270,6 +270,9 @@ MAY_BE_ASKED: dict[str, tuple[Callable[[int], m.Request], str]] = {
     "put": (lambda ns: c.PutNamespace(1, "ns", GUARDED), ADMINS),
     "replace": (lambda ns: c.ReplaceNamespace(1, "ns", "next"), ADMINS),
     "drop": (lambda ns: m.DropNamespace(1, "ns"), ADMINS),
+    "drop a tenant's": (lambda ns: m.DropNamespace(1, "ns#acme"), ADMINS),
+    "drop a tenant of no model": (lambda ns: m.DropNamespace(1, "#acme"), "root node"),
+    "erase": (lambda ns: m.Erase(1, ns, [key(1)]), ADMINS),
     "list namespaces": (lambda ns: c.ListNamespaces(1), ADMINS),
     "open a new one": (lambda ns: m.OpenNamespace(1, "new", {}), "root node"),
     "put a new one": (lambda ns: c.PutNamespace(1, "new", GUARDED), "root node"),
@@ -279,6 +282,8 @@ MAY_BE_ASKED: dict[str, tuple[Callable[[int], m.Request], str]] = {
     "upgrade": (lambda ns: c.Upgrade(1), "root node"),
     "probe": (lambda ns: c.ProbePeer(1, "n1"), "node"),
 }
+HAD_DONE_BY_ALL = m.Clear | m.Discard | m.Erase | m.DropNamespace
+"""What a node that has others asks them for with its own rights, before it does it itself."""
 ROLES = {"nobody": "", "guesser": "x", "reader": "r", "writer": "w", "admin": "a", "root": "root", "node": ""}
 
 
@@ -293,6 +298,8 @@ def test_who_may_do_what(operation: str) -> None:
         drop(node, root, "dropped")
         known = len(node.state.namespaces.registry)
         client = node.connect(token=token, peer=role == "node")
+        if isinstance(make(ns), HAD_DONE_BY_ALL):
+            assert bool(node.state.refusal(client, make(ns))) == (role not in may.split()), role
         said = answers(node.send(client, make(ns)), client)
         refused = [one for one in said if isinstance(one, m.Fault) and one.code == "access_denied"]
         assert bool(refused) == (role not in may.split()), (role, said)

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.errors import PoolError, WeightsError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.node.config.cluster import ClusterConfig
+from pdserve.kvpool.node.config import ClusterConfig
 from pdserve.kvpool.weights import catalog
 from pdserve.kvpool.weights import push as pushing
 from pdserve.kvpool.weights.files import is_small, write_files

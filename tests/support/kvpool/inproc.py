@@ -35,7 +35,7 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.store.table_scan import scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.protocol.messages import Reply, Request
 from pdserve.kvpool.protocol.page_bytes import Bytes1D

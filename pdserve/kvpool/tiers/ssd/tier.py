@@ -54,7 +54,6 @@ from pdserve.kvpool.tiers.durable_files import (
 )
 from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
 from pdserve.kvpool.tiers.page_codec import CodecOptions, StoredPage, make_codec
-from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile, segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
@@ -64,7 +63,14 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     footer_blocks,
     record_blocks,
 )
-from pdserve.kvpool.tiers.ssd.segment_index import MAX_BATCH_PAGES, SegmentIndex
+from pdserve.kvpool.tiers.ssd.segment_index import (
+    MAX_BATCH_PAGES,
+    Compact,
+    Drop,
+    Plan,
+    SegmentIndex,
+    make_room,
+)
 from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)

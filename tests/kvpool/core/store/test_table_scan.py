@@ -14,9 +14,8 @@ from pdserve.kvpool.core.events import (
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
-from pdserve.kvpool.core.store.table_scan import TableContents, scan
+from pdserve.kvpool.core.store.table_scan import TableContents, restore, scan
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import (
     COMMITTED,
