@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.kvpool.core.events import (
-    Connected,
-    FreeRows,
-    Received,
-    Tick,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
@@ -75,11 +70,11 @@ def test_after_a_restart_the_page_or_the_slab_unused_for_longest_goes_first(
 ) -> None:
     _, table, _ = written_table(*range(64), length=4 * KIB)  # four slabs of 16
     state = restarted(table.scan())
-    state.handle(Connected(1, "shm", "x", 1), 1.0)
-    state.handle(Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
+    state.handle(ev.Connected(1, "shm", "x", 1), 1.0)
+    state.handle(ev.Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
     if length == 20:
-        state.handle(Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
-    state.handle(Received(1, m.Reserve(2, 1, [key(100)], [length * KIB])), 1.0)
+        state.handle(ev.Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
+    state.handle(ev.Received(1, m.Reserve(2, 1, [key(100)], [length * KIB])), 1.0)
     state.check()
     assert [k for k in range(64) if state.store.find(1, key(k)) < 0] == gone
 
@@ -92,8 +87,8 @@ def test_unfinished_writes_are_quarantined_and_then_free() -> None:
     state = restarted(contents)
     assert state.next_deadline_s == 30.0
     assert state.status(0, 0.0).quarantined_bytes == 16 * KIB
-    freed = state.handle(Tick(), 30.0)
-    assert [action.slots for action in freed if isinstance(action, FreeRows)] == [contents.quarantined]
+    freed = state.handle(ev.Tick(), 30.0)
+    assert [action.slots for action in freed if isinstance(action, ev.FreeRows)] == [contents.quarantined]
     state.check()
 
 
