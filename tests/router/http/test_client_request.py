@@ -84,8 +84,6 @@ async def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: t\r\n\r\n"
-AT_MOST_S = 2.0
-"""A second, and what this machine takes."""
 
 
 def chat_request(version: str = "1.1", **more: object) -> bytes:
