@@ -129,6 +129,21 @@ async def test_an_answer_that_takes_its_time_comes_too() -> None:
         assert await client.reader.read() == b""
 
 
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_who_has_left_is_noticed_within_a_second(version: str) -> None:
+    async with disagg(prefill=0) as (harness, _, [decode]):
+        gate = Gate()
+        decode.script(CHAT, hang(gate))
+        client = await harness.connect()
+        client.writer.write(chat_request(version))
+        await gate.reached.wait()
+        client.leave()
+        async with asyncio.timeout(2.0):  # a second, and what this machine takes
+            await decode.wait_until(lambda: decode.disconnected == 1)
+        await harness.assert_nothing_leaked()
+        assert sum(harness.stats.client_aborts.values()) == 1
+
+
 async def test_half_a_request_and_no_more_is_a_client_that_has_left() -> None:
     async with disagg() as (harness, [prefill], _):
         client = await harness.connect()

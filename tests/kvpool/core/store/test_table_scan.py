@@ -120,42 +120,29 @@ def columns(contents: TableContents) -> list[np.ndarray]:  # type: ignore[type-a
     return [contents.slots, contents.lengths, contents.checksums, contents.sequences, contents.namespaces]
 
 
-def test_a_commit_torn_at_any_store_is_no_page() -> None:
-    _, table, _ = written_table(1)
-    [before] = [bytes(table.buffer)]
-    slot = 5
-    table.writer.reserve([slot], table.space)
-    reserved = bytes(table.buffer)
-    write(table, slot, key(9), 123, 77)
-    committed = bytes(table.buffer)
+@pytest.mark.parametrize(("slot", "left"), [(5, [key(1), key(2)]), (0, [key(2)])], ids=["free", "evicted"])
+def test_a_slot_is_reserved_by_one_store_and_a_commit_torn_at_any_store_is_no_page(
+    slot: int, left: list[bytes]
+) -> None:
+    _, table, _ = written_table(1, 2)
     row = LAYOUT.rows_at + slot * ROW_DTYPE.itemsize
     state_at = row + 80
+    before = bytes(table.buffer)
+    table.writer.reserve([slot], table.space)
+    reserved = bytes(table.buffer)
+    if slot == 0:
+        changed = [at for at in range(len(before)) if before[at] != reserved[at]]
+        assert set(changed) <= set(range(state_at, state_at + 8)), "only the state changes"
+    write(table, slot, key(9), 123, 77)
     # the state is stored last; the other words may have arrived in any prefix, the state not yet
     for length in range(0, ROW_DTYPE.itemsize + 1, 4):
         torn = bytearray(reserved)
-        torn[row : row + length] = committed[row : row + length]
-        torn[state_at : state_at + 8] = reserved[state_at : state_at + 8]
-        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
-        assert contents.quarantined == [slot]
-        assert contents.keys == [key(1)]
-    assert len(before) == len(committed)
-
-
-def test_a_slot_of_an_evicted_page_is_reserved_by_one_store_and_its_commit_torn_anywhere_is_no_page() -> None:
-    _, table, _ = written_table(1, 2)
-    row = LAYOUT.rows_at
-    committed = bytes(table.buffer)
-    table.writer.reserve([0], table.space)
-    reserved = bytes(table.buffer)
-    changed = [at for at in range(len(committed)) if committed[at] != reserved[at]]
-    assert set(changed) <= set(range(row + 80, row + 88)), "only the state changes"
-    write(table, 0, key(9), 123, 77)
-    for length in range(0, ROW_DTYPE.itemsize + 1, 4):
-        torn = bytearray(reserved)
         torn[row : row + length] = table.buffer[row : row + length]
-        torn[row + 80 : row + 88] = (FREE if length > 80 else RESERVED).to_bytes(8, "little")
-        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
-        assert contents.keys == [key(2)]
+        for state in (RESERVED, FREE) if slot == 0 and length > 80 else (RESERVED,):
+            torn[state_at : state_at + 8] = state.to_bytes(8, "little")
+            contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
+            assert contents.quarantined == ([slot] if state == RESERVED else [])
+            assert contents.keys == left
 
 
 def write(table: Table, slot: int, k: bytes, checksum: int, sequence: int) -> None:
