@@ -91,6 +91,7 @@ class Engine:
         they are.
         """
         self._memory.clear()
+        self.tokenizer_manager.serving_chat_class.encodings.clear()
         said = await self.tokenizer_manager.flush_cache(timeout_s=timeout_s)
         return "" if said.success else str(said.message or "requests run")
 
