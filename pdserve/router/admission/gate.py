@@ -274,10 +274,10 @@ class Gate:
         assert meter is not None
         assert tenant is not None
         try:
-            request.used = meter.total(request.is_stream)
+            request.used = used = meter.total(request.is_stream)
             prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
             if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
-                prompt, output = request.used
+                prompt, output = used
                 context = self._fleet.longest_context.get(request.model) or MAX_CONTEXT
                 if prompt > context or output > context or context > MAX_CONTEXT:
                     prompt, output = self._credible(request, prompt, output)

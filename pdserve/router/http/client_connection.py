@@ -406,9 +406,8 @@ class ClientConnection(Channel):
         elif self.transport.is_closing():
             return  # the rest of what was read at once
         self._sending = "rest"
-        if target in shared.targets:
-            make, path = shared.proxied, shared.targets[target]
-        else:
+        make, path = shared.proxied, shared.targets.get(target)
+        if path is None:
             make, path = self._route(target)
         request = make(self, parser.get_method(), target, path, headers)
         version = parser.get_http_version()

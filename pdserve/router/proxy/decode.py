@@ -24,7 +24,7 @@ from pdserve.router.proxy.failures import Failure, WorkerAnswerError, outcome_of
 from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Parts
 from pdserve.router.proxy.prefill import cached_before_line, count_prompt
 from pdserve.router.request.reports import CACHED_HEADER, parse_cached
-from pdserve.router.request.request import Request
+from pdserve.router.request.request import Request, told
 from pdserve.router.request.stream_marks import MARKS_HEADER, MARKS_REQUEST, StreamMarks
 from pdserve.router.sessions.table import SessionEntry
 
@@ -50,17 +50,16 @@ class Decode:
         """Have the claimed worker answer. Returns None when the client has the whole answer, else what went
         wrong; the client may have a part of a stream then.
         """
-        parts, limits_s, suspicion = self._parts, self._limits_s, self._suspicion
+        parts, limits_s = self._parts, self._limits_s
         if self._is_talkative:
             request.name_logs()
             logger.debug("%r, %s", worker, ", ".join(request.words))
         request.between_s = limit_s = limits_s.between_chunks_s
         if not request.is_started:
             limit_s = limits_s.first_byte_s if request.streams else limits_s.whole_answer_s
-        if suspicion.is_active:
+        if self._suspicion.is_active:
             request.has_turn = await parts.suspects.take_turn(request)
-        request.tell_plan()
-        request.worker = worker
+        request.plan_words, request.worker = told(request.words), worker
         request.is_begun = request.is_relayed = False
         endpoint, body = request.endpoint, request.body
         target, lines = endpoint.target, request.lines + request.cached_before + request.turns_line
@@ -91,8 +90,8 @@ class Decode:
                 parts.suspects.pass_turn()
         if worker.circuit.failures:
             parts.fleet.on_success(worker)
-        if suspicion.is_active:
-            suspicion.on_answered(endpoint.path, request.body)
+        if self._suspicion.is_active:
+            self._suspicion.on_answered(endpoint.path, request.body)
         if request.suspects and up.status < 400:
             parts.on_answered(request)
         if request.turn is not None and up.status < 400:

@@ -371,7 +371,7 @@ class Request(ClientRequest):
                 return
         self.quiet_s = now_s + KEEP_ALIVE_S
         if not (self.is_started or self.is_early) and self.takes_now:
-            self.tell_plan()
+            self.plan_words = told(self.words)
             self.answer(200, _EARLY_LINES, None, is_early=True)
         self.send_comment()
 
@@ -402,10 +402,6 @@ class Request(ClientRequest):
             (b"x-pdserve-decode", self.decode_id),
         )
         return [pair for pair in said if pair[1]]
-
-    def tell_plan(self) -> None:
-        """The client is told what has become of the plan until now."""
-        self.plan_words = told(self.words)
 
     def answer(
         self,

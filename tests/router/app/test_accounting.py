@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import pytest
 
 from tests.support.router.harness import CHAT, Harness, chat_body, disagg
-from tests.support.router.mock_worker import answer
+from tests.support.router.mock_worker import DONE, Gate, answer, stream
 
 KEY = "pd-" + "k" * 40
 SECRET = "the words of a prompt"
@@ -59,3 +60,23 @@ async def test_times_are_counted_by_model_and_errors_are_not() -> None:
         assert counted(harness, "model_request_seconds") == {("m",): 2}
         assert counted(harness, "model_first_token_seconds") == {("m",): 1}
         assert counted(harness, "model_inter_token_seconds") == {("m",): 1}
+
+
+async def test_a_stream_whose_end_comes_alone_is_charged_what_it_said_before() -> None:
+    """Of two prompts one had no event: what the worker said counts, since the stream was whole."""
+    said = b'data: {"choices":[{"index":0}],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
+    async with disagg(prefill=0) as (harness, _, (decode,)):
+        end = Gate()
+        decode.script("/v1/completions", stream([said + DONE], end, gate_after=1))
+        prompts = ["a long prompt " * 9, "another one " * 9]
+        body = {"model": "m", "prompt": prompts, "stream": True}
+        client = await harness.connect()
+        await client.send("/v1/completions", json.dumps(body).encode())
+        await client.head()
+        assert await client.chunk() == said + DONE
+        await end.reached.wait()
+        end.open.set()
+        assert await client.chunk() == b""
+        await harness.settle()
+        use = harness.router.gate.tenants.anonymous.use
+        assert (use.prompt_tokens, use.output_tokens) == (3, 1)

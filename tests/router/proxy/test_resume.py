@@ -17,6 +17,8 @@ from tests.support.router.harness import Harness, Response, disagg
 from tests.support.router.mock_worker import DONE, MockWorker, Received, Script, Wire
 from tests.support.router.streams import FIRST, REST, WHOLE, marked, named
 
+EVENT = b'data: {"text":"ok"}\n\n'
+
 CHAT = "/v1/chat/completions"
 CONTINUE = "/pd/continue"
 GREEDY = {"temperature": 0, "stream": True}
@@ -156,6 +158,21 @@ def test_what_a_stream_says_of_its_use_is_taken_out_wherever_it_is_cut(
     got += marks.take(data[ends[-1] if ends else 0 :], at_end=True)
     assert got == text + text + DONE
     assert marks.used == (18, 7)
+
+
+@pytest.mark.parametrize("mark", [b"", b": pd 9 0 7 8\n\n", b": pd off\n\n", b": pd 9 0 x\n\n"])
+@pytest.mark.parametrize("usage", [b"", b": pd-usage 18 2\n\n", b": pd-usage 1234567890123456 2\n\n"])
+@pytest.mark.parametrize("text", [b"", EVENT, b"event: delta\n" + EVENT, b": a comment\n\n" + EVENT])
+def test_the_usual_end_of_a_stream_is_read_as_every_other_one(text: bytes, mark: bytes, usage: bytes) -> None:
+    for data in (text + mark + usage + DONE, text + mark + usage, text + usage + mark + DONE):
+        at_once, in_general = StreamMarks(True), StreamMarks(True)
+        assert at_once.take(data, at_end=True) == in_general.take_any(data, at_end=True)
+        assert at_once.used == in_general.used
+        assert (at_once.token_count, at_once.tells_all) == (in_general.token_count, in_general.tells_all)
+    usual = StreamMarks(True)
+    if (mark, usage) == (b": pd 9 0 7 8\n\n", b": pd-usage 18 2\n\n"):
+        assert usual.take(text + mark + usage + DONE, at_end=True) == text + DONE
+        assert (usual.used, usual.token_count) == ((18, 2), 2)
 
 
 def test_a_worker_that_sends_no_marks_says_no_use_either() -> None:
