@@ -8,8 +8,8 @@
 
 The files are allocated completely at the start: if the tmpfs is too small, this is an error then, and no
 SIGBUS later. If an earlier node left files with the same layout, its pages are taken over one by one
-(core/store/table_scan.py). Otherwise new files replace them. Their size never changes, because clients may still
-have the old files mapped.
+(core/store/table_scan.py). Otherwise new files replace them. Their size never changes, because clients may
+still have the old files mapped.
 
 A node gives its memory to the clients of its host: descriptors, at two Unix sockets in its directory.
 
