@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from pdserve.doctor import cluster, exposure, judge, live_probe
-from pdserve.doctor.asking import Asker, NoAnswer
+from pdserve.doctor.cluster import Asker, NoAnswer
 from pdserve.doctor.facts import NO_UCX, Finding, Machine
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError, StartupError

@@ -11,7 +11,7 @@ import pytest
 
 from docs.generate.product import LISTED
 from pdserve.engine.metric_names import METRICS
-from pdserve.kvpool.hicache.page_access import CLIENT_METRICS
+from pdserve.kvpool.hicache.client_metrics import CLIENT_METRICS
 from pdserve.metric import Definition
 from pdserve.router.request.reports import parse_cached
 from tests.support.e2e.cluster import Router, Worker, eventually, http, metric, pdserve

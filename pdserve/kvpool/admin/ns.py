@@ -252,7 +252,7 @@ def _row(record: NamespaceRecord, here: NamespaceStatus | None) -> tuple[str, ..
 
 
 DELETE_S: Final = 4 * 70.0
-"""A node answers after 64 s at most (core/erasures.py); it asks the others, then itself, all twice."""
+"""A node answers after 64 s at most (core/durable_answers.py); it asks the others, then itself, all twice."""
 
 
 @asks

@@ -23,8 +23,7 @@ from typing import Final, assert_never
 import numpy as np
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.core.durable_answers import DurableAnswers
-from pdserve.kvpool.core.erasures import Erasures
+from pdserve.kvpool.core.durable_answers import DurableAnswers, Erasures
 from pdserve.kvpool.core.events import (
     FIRST_TAG,
     LOCAL,

@@ -353,7 +353,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_auto(self) -> bool:
-        """The node decides its capacity when it starts (`node/auto_capacity.py`); until then it has no
+        """The node decides its capacity when it starts (`node/bootstrap.py`); until then it has no
         `capacity` and no `slab`.
         """
         return self.capacity_bytes == "auto"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.kvpool.client.operations import ClientCounters
-from pdserve.kvpool.hicache.page_access import ClientMetrics
+from pdserve.kvpool.hicache.client_metrics import ClientMetrics
 
 
 def test_every_counter_is_published_once_and_only_its_growth() -> None:

@@ -390,7 +390,7 @@ class SlotStates:
         return pages
 
     def kin_of(self, victims: Sequence[int]) -> list[int]:
-        """The slots of pages that nobody can use once these COMMITTED pages are evicted: see kin.py."""
+        """The slots of pages that nobody can use once these COMMITTED pages are evicted: see index.py."""
         found: dict[int, None] = {}
         for slot in victims:
             pages, key = self.index.namespace(self.facts.namespace[slot]), self.key_of(slot)

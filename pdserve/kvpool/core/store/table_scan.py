@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.store.room import distinct, sorted_by
 from pdserve.kvpool.core.store.slot_allocator import SLOT_ALIGN_BYTES
-from pdserve.kvpool.core.store.victims import distinct, sorted_by
 from pdserve.kvpool.protocol.slot_table import (
     COMMITTED,
     FREE,

@@ -3,13 +3,13 @@
     <arena_dir>/<node name>/arena              the slots, or a link to them (placement.py)
                             table              header, slab classes, rows (protocol/slot_table.py)
                             namespaces.json    list of namespaces (namespaces/catalog.py)
-                            readers, writers   sockets that give clients the memory (descriptor_sockets.py)
+                            readers, writers   sockets that give clients the memory
                             lock               locked by the node that uses the directory; holds its pid
 
 The files are allocated completely at the start: if the tmpfs is too small, this is an error then, and no
 SIGBUS later. If an earlier node left files with the same layout, its pages are taken over one by one
-(core/store/restore.py). Otherwise new files replace them. Their size never changes, because clients may still
-have the old files mapped.
+(core/store/table_scan.py). Otherwise new files replace them. Their size never changes, because clients may
+still have the old files mapped.
 
 A node gives its memory to the clients of its host: descriptors, at two Unix sockets in its directory.
 

@@ -2,7 +2,7 @@
 
     put    -> a segment on the local disk (spool.py), one for each namespace
     full, or older than flush_s -> uploaded as one object (sync.py), and dropped from the spool
-    read   -> from the spool, or by range from the object (remote.py)
+    read   -> from the spool, or by range from the object (sync.py)
 
 Each node indexes all segments of the namespaces that it has open, whoever wrote them: it lists the bucket and
 reads their footers. So after a restart of all nodes every page is found again, also where nodes have other

@@ -8,8 +8,8 @@ The index (segment_index.py) is in memory, about 200 bytes per page. A start rea
 footers, newest segment last, so the newest of several records of a page counts. A reader keeps the file of
 its segment open until it ends, so a segment can be dropped at any time.
 
-compaction.py decides how to make room. `maintain` does it in small steps, so a write waits for at most a few
-MiB. The tier keeps room for one more segment than the one being written, because compaction moves pages
+segment_index.py decides how to make room. `maintain` does it in small steps, so a write waits for at most a
+few MiB. The tier keeps room for one more segment than the one being written, because compaction moves pages
 there. If writes are faster than compaction, the oldest segment is dropped with its pages.
 
 No block is overwritten in place, so a crash loses only unsynced records: those of about the last second.
