@@ -154,6 +154,12 @@ def test_every_use_after_the_end_raises_and_says_why(end: PoolError, raised: typ
         assert type(caught.value) is raised
 
 
+def test_a_reply_comes_once() -> None:
+    session = session_of(m.Ping(1))
+    frames = [encode_frame(WELCOME), encode_frame(m.Done(1)), encode_frame(m.Done(1))]
+    assert kinds(feed(session, frames)) == ["Greeted", "Answered", "FrameError"]
+
+
 def test_the_end_of_the_stream_is_the_node_s_going() -> None:
     session = session_of(m.Ping(1))
     session.receive(encode_frame(WELCOME)[:-1])
