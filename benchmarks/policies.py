@@ -23,7 +23,7 @@ from benchmarks.lib.load import trace_lines
 from benchmarks.lib.report import FormatOption, Output, Table, numbers, script
 from pdserve.kvpool.policies import POLICIES, check_policy, make_policy
 from pdserve.kvpool.policies.base import Links
-from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.policies.orders import Ttl
 
 TTL_S: Final = 600.0
 

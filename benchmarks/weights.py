@@ -30,11 +30,11 @@ import xxhash
 from benchmarks.lib.cluster import ModelOption
 from benchmarks.lib.report import FormatOption, Output, Table, choices, say, script, workplace
 from pdserve.errors import PoolError
+from pdserve.kvpool.weights.manifest import LENGTH_BYTES, header_bytes, parse_header
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import NAMESPACE, WeightStore
-from pdserve.kvpool.weights.tensors import LENGTH_BYTES, header_bytes, parse_header
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
 from tests.support.processes import HarnessError
 

@@ -16,7 +16,7 @@ _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/engine/page_names.py": _MODELS,
-    "pdserve/engine/fingerprints.py": _MODELS,
+    "pdserve/engine/model_dir.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,
     "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,6 @@ from pdserve.errors import ConfigError
 from pdserve.extras import is_installed
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import connector_for
-from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.node.events.feed import open_feed
 from pdserve.kvpool.protocol.page_tag import PageTags
 from pdserve.kvpool.tiers.encryption import PageCipher, SecretEntry
 from pdserve.kvpool.tiers.page_codec import PageCodec
@@ -71,7 +70,7 @@ FEATURES: dict[str, tuple[str, str, Callable[[], object]]] = {
     "page key": ("cryptography", "encryption", lambda: PageTags("s", "ns")),
     "tier keys": ("cryptography", "encryption", lambda: PageCipher([SecretEntry("ab" * 32)])),
     "compression": ("zstandard", "zstd", lambda: PageCodec(compressed=True)),
-    "events": ("zmq", "events", lambda: open_feed(EventsConfig(address="ipc://x"), None, None)),  # type: ignore[arg-type]
+    "events": ("zmq", "events", lambda: import_module("pdserve.kvpool.node.events")),
     "redis": ("redis", "redis", lambda: connect(RedisSettings(url="redis://127.0.0.1/0"), 1.0)),
     "traces": ("opentelemetry.sdk", "otel", lambda: Tracer(Tracing(endpoint="http://127.0.0.1/v1"), "x")),
     "ucx": ("ucxx", "ucx", lambda: connector_for(PoolClientConfig(data_path="ucx"), "x")),
@@ -83,7 +82,7 @@ def test_who_configures_a_feature_without_its_library_is_told_what_to_install(
     feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, extra, configure = FEATURES[feature]
-    importers = ("pdserve.kvpool.node.events.publisher",)
+    importers = ("pdserve.kvpool.node.events",)
     for name in [*sys.modules]:
         if name.startswith(f"{library}.") or name in importers:
             monkeypatch.delitem(sys.modules, name)

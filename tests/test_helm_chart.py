@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.admin.cli import app as pool_app
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.router.config.router import RouterConfig
 from pdserve.settings.command_line import config_command
 

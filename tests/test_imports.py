@@ -56,7 +56,7 @@ def test_imports_follow_the_rules(graph: grimp.ImportGraph, name: str) -> None:
         ("parts import down", "pdserve.kvpool.client.client", "pdserve.engine.config"),
         ("parts import down", "pdserve.engine.worker", "pdserve.prefill.worker"),
         ("parts import down", "pdserve.router.app.router", "pdserve.engine.config"),
-        ("kvpool: folders import down", "pdserve.kvpool.protocol.messages", "pdserve.kvpool.policies.lru"),
+        ("kvpool: folders import down", "pdserve.kvpool.protocol.messages", "pdserve.kvpool.policies.orders"),
         ("kvpool: folders import down", "pdserve.kvpool.transports.shm", "pdserve.kvpool.client.client"),
         ("kvpool: folders import down", "pdserve.kvpool.client.client", "pdserve.kvpool.core.state"),
         (
@@ -68,7 +68,7 @@ def test_imports_follow_the_rules(graph: grimp.ImportGraph, name: str) -> None:
         (
             "no two modules or folders import each other",
             "pdserve.kvpool.policies.base",
-            "pdserve.kvpool.policies.lru",
+            "pdserve.kvpool.policies.orders",
         ),
         (
             "no two modules or folders import each other",

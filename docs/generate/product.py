@@ -12,9 +12,9 @@ from pdserve.cli import SUB_COMMANDS, TWO_WORDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
 from pdserve.integrations.dynamo.config import DynamoConfig
-from pdserve.kvpool.client.metric_names import CLIENT_METRICS
-from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.metrics.names import METRICS as POOL_METRICS
+from pdserve.kvpool.hicache.client_metrics import CLIENT_METRICS
+from pdserve.kvpool.node.config import PoolNodeConfig
+from pdserve.kvpool.node.metrics.families import METRICS as POOL_METRICS
 from pdserve.kvpool.protocol.messages import PROTOCOL_VERSION, Reply, Request
 from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TABLE_VERSION
 from pdserve.kvpool.tiers.ssd.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY_DTYPE
@@ -23,8 +23,7 @@ from pdserve.metric import Definition
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.stats import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
-from pdserve.up.command import CommandConfig
-from pdserve.up.config import ClusterSettings
+from pdserve.up.config import ClusterSettings, CommandConfig
 
 __all__ = [
     "CONFIGURED",

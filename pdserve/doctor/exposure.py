@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pdserve.discovery.config import EtcdConfig
 from pdserve.doctor.facts import Finding
 from pdserve.engine.worker import WorkerConfig
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tokens import MIN_CHARS, SecretFile, reveal

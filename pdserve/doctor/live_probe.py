@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from msgspec import Meta
 
-from pdserve.doctor.asking import Asker, NoAnswer
+from pdserve.doctor.cluster import Asker, NoAnswer
 from pdserve.doctor.facts import Probe, Turn, Worker
 from pdserve.router.request.reports import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 from pdserve.security.log_text import printable

@@ -1,5 +1,5 @@
 """The Prometheus metrics that a worker adds to SGLang's own (`sglang:*`), but for those of its pool client
-(pdserve/kvpool/hicache/client_metrics.py). Pure.
+(pdserve/kvpool/hicache/page_access.py). Pure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A throttle of failed logins by client address: tokens at a pool node, API keys at a router. Pure;
-time is an input.
+"""A throttle of failed logins by client address: API keys at a router. Pure; time is an input.
 
-An unknown token, or a wrong proof of one, is a failure of its address. After `BURST` failures, tokens from
-this address are refused unseen, right or wrong: otherwise the answer would tell an attacker hits from misses.
-`FORGIVEN_S` failures are forgotten each second.
+An unknown key is a failure of its address. After `BURST` failures, keys from this address are refused unseen,
+right or wrong: otherwise the answer would tell an attacker hits from misses. `FORGIVEN_S` failures
+are forgotten each second.
 
 Clients that share an address with an attacker are not locked out: a token that was proved from that address
 before is always checked. So only a client that is new at such an address waits until the attack ends. The
@@ -47,7 +46,7 @@ class FailedLogins:
         )
 
     def failed(self, address: str, now_s: float) -> None:
-        """Count a failure: an unknown token, or a wrong proof."""
+        """Count a failure: an unknown key."""
         source = _source(address)
         self._failures[source] = self._level(source, now_s) + 1, now_s
         self._failures.move_to_end(source)

@@ -34,7 +34,7 @@ from pdserve.up.supervisor import Supervisor
 PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
-    "pool": "pdserve.kvpool.node.config.node:PoolNodeConfig",
+    "pool": "pdserve.kvpool.node.config:PoolNodeConfig",
     **dict.fromkeys(WORKER_ROLES, "pdserve.engine.worker:WorkerConfig"),
     "router": "pdserve.router.config.router:RouterConfig",
 }

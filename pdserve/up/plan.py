@@ -22,14 +22,16 @@ from pdserve.errors import ConfigError
 from pdserve.resources.gpus import gpu_count
 from pdserve.resources.machine import VISIBLE
 from pdserve.settings.config_file import build_config
-from pdserve.up.command import CommandConfig, filled, filled_table
 from pdserve.up.config import (
     WORKER_ROLES,
     ClusterFile,
     ClusterSettings,
+    CommandConfig,
     ProcessKeys,
     Role,
     Table,
+    filled,
+    filled_table,
     merge,
     ports_in,
 )

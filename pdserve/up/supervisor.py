@@ -3,31 +3,37 @@
 Each process has one task, which probes it until it is ready and waits for its end. The tasks and the signal
 handlers put events into one queue; `run` takes them out, asks the `Lifecycle`, and carries out its actions.
 Whatever ends `run` (a signal, a death, a bug), no process is left when it returns.
-"""
+
+Whether a process is ready is asked by one bounded attempt at a time; a refusal of any kind means "not yet".
+Of a cluster that is ready its user is told the URL, a request to try and the live page, and Prometheus where
+the metrics are (`file_sd_configs`)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import shlex
 import signal
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
+from urllib.parse import urlsplit
+
+import httpx
 
 from pdserve.errors import PdserveError, StartupError
 from pdserve.security.private_directory import write_private
 from pdserve.settings.config_file import to_toml
 from pdserve.up import events
-from pdserve.up.announcement import TARGETS_FILE, announcement, targets
 from pdserve.up.config import WorkerRole
 from pdserve.up.console import Console
 from pdserve.up.control import Answer, Request, served
 from pdserve.up.launchers.launcher import Launcher
 from pdserve.up.launchers.running import Running
 from pdserve.up.lifecycle import Lifecycle
-from pdserve.up.readiness import is_ready, served_model
-from pdserve.up.spec import Plan
+from pdserve.up.spec import ConnectReady, HttpReady, Plan, ProcessSpec
 from pdserve.up.upgrade import problem_of
 
 PROBE_INTERVAL_S: Final = 0.2
@@ -222,3 +228,106 @@ class Supervisor:
         model = await served_model(self._plan.router_url)
         for line in announcement(self._plan, model or "MODEL", os.environ):
             self._console.say(line)
+
+
+ATTEMPT_TIMEOUT_S: Final = 5.0
+
+
+async def is_ready(probe: HttpReady | ConnectReady) -> bool:
+    """One attempt of at most `ATTEMPT_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
+            if isinstance(probe, HttpReady):
+                return (await _get(probe.url, probe.certificate)).status_code == httpx.codes.OK
+            return await _accepts(probe.address)
+    except (OSError, TimeoutError, ValueError, httpx.HTTPError):
+        return False
+
+
+async def served_model(router_url: str) -> str | None:
+    """The name of the first model that the router lists, or None."""
+    try:
+        async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
+            answer = await _get(f"{router_url}/v1/models")
+        listed: Any = answer.json()
+        return str(listed["data"][0]["id"]) if answer.status_code == httpx.codes.OK else None
+    except (OSError, TimeoutError, ValueError, LookupError, TypeError, httpx.HTTPError):
+        return None
+
+
+async def _get(url: str, certificate: tuple[str, str] | None = None) -> httpx.Response:
+    """A GET to a process of our own on this host, whose certificate names another one."""
+    verify: ssl.SSLContext | bool = False
+    if certificate is not None:
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        verify.check_hostname, verify.verify_mode = False, ssl.CERT_NONE
+        verify.load_cert_chain(*certificate)
+    async with httpx.AsyncClient(verify=verify, trust_env=False, timeout=ATTEMPT_TIMEOUT_S) as client:
+        return await client.get(url)
+
+
+async def _accepts(address: str) -> bool:
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
+        _, writer = await asyncio.open_unix_connection(rest)
+    else:
+        host, _, port = rest.rpartition(":")
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    writer.close()
+    return True
+
+
+TARGETS_FILE: Final = "prometheus-targets.json"
+"""In the run directory."""
+API_KEYS: Final = "PDSERVE_API_KEYS"
+"""In the router's environment: API keys that clients must show."""
+
+
+def announcement(plan: Plan, model: str, environment: Mapping[str, str]) -> list[str]:
+    """Lines for the console. `environment` is the supervisor's, which the router inherits."""
+    url = plan.router_url
+    router = plan.routers[0] if plan.routers else None
+    access = router.config.get("access", {}) if router else {}
+    keys = access.get("keys_file") or {**environment, **(router.env if router else {})}.get(API_KEYS)
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "messages": [question], "max_tokens": 32}
+    words = [
+        "curl",
+        *(["-k"] if url.startswith("https:") else []),  # the certificate names another host
+        *(["-H", "'Authorization: Bearer YOUR_KEY'"] if keys else []),
+        f"{url}/v1/chat/completions",
+        *("-H", "'Content-Type: application/json'", "-d", shlex.quote(json.dumps(body))),
+    ]
+    lines = [f"{plan.settings.name} is ready at {url} (Ctrl-C stops it). Try:", f"  {' '.join(words)}"]
+    if router is not None and plan.live_page:
+        lines.append(f"live page: {plan.live_page}, its password is [admin] key in {router.config_path}")
+    return lines
+
+
+def targets(plan: Plan) -> list[dict[str, object]]:
+    """One entry for each process that has metrics; labels `job` (router, worker, pool, command) and
+    `process`.
+    """
+    found: list[dict[str, object]] = []
+    for spec in plan.processes:
+        place = _place(spec)
+        if place is not None:
+            scheme, address = place
+            job = spec.role if spec.role in ("pool", "router", "command") else "worker"
+            labels = {"job": job, "process": spec.name}
+            if scheme != "http":
+                labels["__scheme__"] = scheme
+            found.append({"targets": [address], "labels": labels})
+    return found
+
+
+def _place(spec: ProcessSpec) -> tuple[str, str] | None:
+    """(scheme, host:port)"""
+    if isinstance(spec.ready, HttpReady):
+        parts = urlsplit(spec.ready.url)
+        return parts.scheme, parts.netloc
+    metrics = spec.config.get("metrics")
+    if not isinstance(metrics, str) or not metrics:
+        return None
+    host, _, port = metrics.rpartition(":")
+    return "http", f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]'}.get(host, host) }:{port}"

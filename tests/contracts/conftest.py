@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from tests.support.certificates import Authority
 from tests.support.kvpool.pools import (
     KIB,

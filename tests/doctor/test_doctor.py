@@ -14,7 +14,7 @@ import pytest
 from pdserve.doctor import cluster, judge, live_probe
 from pdserve.doctor.cli import plan_of, pool_tls
 from pdserve.doctor.cluster import Member
-from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.model_dir import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from pdserve.doctor import cluster, judge, live_probe
-from pdserve.doctor.asking import MAX_BODY_BYTES, Asker, NoAnswer, TooLate
-from pdserve.doctor.cluster import Member
+from pdserve.doctor.cluster import MAX_BODY_BYTES, Asker, Member, NoAnswer, TooLate
 from pdserve.doctor.facts import Finding
 from pdserve.kvpool.protocol.cluster_messages import MAX_MEMBERS
 from tests.support.command import pdserve_here

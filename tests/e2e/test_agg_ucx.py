@@ -40,6 +40,8 @@ class Agg:
 
 @pytest.fixture(scope="module")
 def agg(site: Site, ucx_worker: Worker) -> Agg:
+    geometry = http.get(f"{ucx_worker.url}/pd/info").json()["kv_geometry"]
+    assert (geometry["layout"], geometry["kv_dtype"]) == ("layer_first", "bfloat16")
     return Agg([site.pools["ucxpool0"], site.pools["ucxpool1"]], ucx_worker)
 
 
@@ -133,14 +135,3 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
     wrong, _ = forced_logprobs(agg.worker, prompt, forced)
     flip_all(agg, offsets, sum(segments))
     assert apart(wrong, expected) > 10 * OTHER_SHAPES
-
-
-def test_the_worker_says_who_it_is(agg: Agg) -> None:
-    info = http.get(f"{agg.worker.url}/pd/info").json()
-    said = [info[name] for name in ("role", "model", "page_size", "context_length")]
-    assert said == ["agg", "demo-tiny", PAGE, 4096]
-    assert info["kv_geometry"]["layout"] == "layer_first"
-    assert info["kv_geometry"]["kv_dtype"] == "bfloat16"
-    assert info["namespace"].startswith("demo-tiny@")
-    ready = http.get(f"{agg.worker.url}/pd/ready").json()
-    assert (ready["ready"], ready["pool"]) == (True, "up")

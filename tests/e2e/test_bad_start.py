@@ -84,13 +84,6 @@ def test_too_little_memory_for_the_arena(tmp_path: Path) -> None:
         shutil.rmtree(arena_dir, ignore_errors=True)
 
 
-def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path) -> None:
-    status, said = run(tmp_path, ["agg"], {"engine": {"modle_path": "x"}})
-    assert status == 2
-    assert "engine.modle_path" in said
-    assert "engine.model_path" in said
-
-
 @pytest.mark.e2e
 @pytest.mark.usefixtures("warm_server")
 def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Path, model: Path) -> None:

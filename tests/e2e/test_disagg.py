@@ -18,7 +18,7 @@ from tests.support.e2e.arena import flip, page_offset
 from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http, metric
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import ask, found, generate, own_tokens, pull_ahead, say, wanted_hits
-from tests.support.e2e.site import CHUNK_TOKENS, Cluster, Reference, ask_all
+from tests.support.e2e.site import CHUNK_TOKENS, Cluster, Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -83,14 +83,6 @@ def wait_pool_up(cluster: Cluster) -> None:
 
     for worker in cluster.workers:
         eventually(lambda worker=worker: stored(worker), f"{worker.name} writes to the pool", 60.0)  # type: ignore[misc]
-
-
-def test_the_decode_worker_computes_at_most_one_page_and_a_token(cluster: Cluster) -> None:
-    prompt = token_ids(77, 2000)
-    response = generate(cluster.pairs[1], prompt)
-    assert response.json()["meta_info"]["prompt_tokens"] == 2000
-    assert 1 <= 2000 - sum(found(response).values()) <= PAGE + 1
-    assert found(response)["pool"] == wanted_hits(prompt)
 
 
 def test_a_long_prompt_is_pulled_ahead_by_the_router_and_found_in_the_workers_own_memory(
@@ -221,11 +213,6 @@ def test_requests_complete_when_the_pool_node_dies_under_load(cluster: Cluster, 
     assert differences(reference.first[-16:], answers, say(prompts)) == []
     cluster.pool.start()
     wait_pool_up(cluster)
-
-
-def test_workers_answer_directly_as_ordinary_sglang_servers(cluster: Cluster, reference: Reference) -> None:
-    answers = ask_all(cluster.decode[1], reference.prompts[:5])
-    assert differences(reference.first[:5], answers, say(reference.prompts)) == []
 
 
 def test_a_prefill_worker_that_hangs_costs_time_and_never_the_answer(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine import fingerprints
-from pdserve.engine.fingerprints import kept_fingerprint
+from pdserve.engine import model_dir
+from pdserve.engine.model_dir import kept_fingerprint
 
 LONG_AGO_S = 1_000_000_000
 
@@ -38,7 +38,7 @@ class Model:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
-    monkeypatch.setattr(fingerprints, "SETTLED_S", -10.0)  # what was written just now is settled
+    monkeypatch.setattr(model_dir, "SETTLED_S", -10.0)  # what was written just now is settled
     return Model(tmp_path / "model")
 
 
@@ -58,7 +58,7 @@ def test_a_change_of_the_same_length_with_the_same_time_is_seen(model: Model, na
 
 
 def test_files_changed_just_now_are_read_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(model_dir, "SETTLED_S", 3600.0)
     for _ in range(2):
         model.kept()
     assert model.computed == 2
@@ -89,7 +89,7 @@ def test_without_a_place_for_entries_it_is_computed(model: Model) -> None:
 
 
 def test_old_entries_make_room(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(model_dir, "MAX_ENTRIES", 3)
     for count in range(1, 6):
         model.write("a.safetensors", b"x" * count)
         model.kept()

@@ -11,7 +11,8 @@ import torch
 
 from pdserve.engine.device import Device
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
+from pdserve.kvpool.hicache.host_pool import HostPool
+from pdserve.kvpool.hicache.page_access import RankPages
 from pdserve.pages import KV
 
 PAGE_TOKENS: Final = 64
@@ -89,10 +90,10 @@ class DevicePages:
             assert not bool((rest != 0).any()), "a page was written that was not asked for"
 
     @contextmanager
-    def in_pool(self, config: PoolClientConfig) -> Iterator[PageAccess]:
+    def in_pool(self, config: PoolClientConfig) -> Iterator[RankPages]:
         """The way of these pages to a pool, as HiCache's backend takes it."""
         parts = {KV: HostPool(self.host, (b"",))}
-        access = open_access(config, "gpu-check", {"check": "1"}, parts, "gpu-check")
+        access = RankPages(config, "gpu-check", {"check": "1"}, parts, name="gpu-check")
         try:
             yield access
         finally:

@@ -101,10 +101,10 @@ def test_pages_of_the_device_come_back_from_a_pool_node(
     settings = {"capacity_bytes": 256 << 20, "keep": False}
     with pool_of(1, tmp_path, settings) as nodes, pages.in_pool(client_of(nodes)) as access:
         pages.to_host()
-        assert all(access.put(KV, KEYS, pages.host_indices).done)
+        assert all(access.put(KV, KEYS, pages.host_indices))
         pages.forget_device()
         pages.host.kv_buffer.zero_()
-        assert all(access.get(KV, KEYS, pages.host_indices).done)
+        assert all(access.get(KV, KEYS, pages.host_indices))
         pages.from_host()
         pages.check()
 

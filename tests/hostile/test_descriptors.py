@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
+from pdserve.kvpool.node.config import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, encode_frame
 from pdserve.kvpool.protocol.slot_table import TABLE_MAGIC, TABLE_VERSION, TableLayout

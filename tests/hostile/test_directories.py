@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.bootstrap import take_memory
-from pdserve.kvpool.node.config.node import TierConfig
+from pdserve.kvpool.node.config import TierConfig
 from pdserve.kvpool.node.serving.listeners import listen
 from pdserve.up.locks import claimed, run_directory
 from tests.support.kvpool.mounts import mounted

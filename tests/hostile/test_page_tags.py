@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.node.memory.slab_size import SLOT_ALIGN_BYTES
+from pdserve.kvpool.node.memory.placement import SLOT_ALIGN_BYTES
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.security.tokens import Secret

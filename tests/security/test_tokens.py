@@ -17,7 +17,7 @@ from pdserve.engine.sglang.storage import pool_storage
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
 from pdserve.kvpool.hicache.backend import BackendSettings
-from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
+from pdserve.kvpool.node.config import PoolNodeConfig, with_secrets
 from pdserve.pages import KvGeometry
 from pdserve.security.tls import TlsConfig
 from pdserve.security.tokens import Secret, SecretFile, decode_secret, given_secret, reveal

@@ -43,7 +43,7 @@ from tokenizers import (
 )
 
 from pdserve.engine.demo.chat import END_OF_TEXT, TURN_END, TURN_START, chat_template, tokenizer_config
-from pdserve.engine.demo.directory import write_json, write_whole
+from pdserve.engine.demo.smollm2 import write_json, write_whole
 
 CHAT_TEMPLATE: Final = chat_template("", thinks=True)
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)

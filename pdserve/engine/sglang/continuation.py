@@ -22,7 +22,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdserve.engine.contract.scheduler_limits import check_ids
+from pdserve.engine.contract.sampling import check_ids
 from pdserve.engine.http.marked_stream import MarkedStream, SoFar
 from pdserve.engine.sglang.answers import clipped
 from pdserve.errors import RequestError

@@ -1,17 +1,22 @@
-"""SGLang's objects in this process, and what they say of themselves."""
+"""SGLang's objects in this process, and what they say of themselves.
+
+What it can be asked is the contract of its request bodies, from its own models and template.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pdserve.engine.config import ExactTurnsConfig
-from pdserve.engine.contract.endpoints import Contract
+from pdserve.engine.contract.conversations import Abilities
+from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Contract
 from pdserve.engine.drain import Drain
-from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.model_dir import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.sglang import serving, text_offsets
-from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
 from pdserve.engine.turns.exact import ExactTurns
@@ -86,6 +91,7 @@ class Engine:
         they are.
         """
         self._memory.clear()
+        self.tokenizer_manager.serving_chat_class.encodings.clear()
         said = await self.tokenizer_manager.flush_cache(timeout_s=timeout_s)
         return "" if said.success else str(said.message or "requests run")
 
@@ -140,3 +146,69 @@ def _template(named: str | None) -> str | None:
     return (
         path.read_text(errors="replace", encoding="utf-8") if path is not None and path.is_file() else named
     )
+
+
+_ALSO_READ: Final = frozenset({"reasoning"})
+"""Members that SGLang's models take before they look at their fields."""
+_READ_BY_ROUTER: Final = frozenset(
+    {"prompt_cache_key", "prompt_cache_retention", "cache_control", "diagnostics"}
+)
+_MARK: Final = "a text that no template has: 6d1f"
+
+
+def contract_of(manager: Any) -> Contract:
+    """The contract of the worker whose tokenizer manager this is."""
+    from sglang.srt.entrypoints.anthropic.protocol import (
+        AnthropicCountTokensRequest,
+        AnthropicMessagesRequest,
+    )
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+    )
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    models: dict[str, Any] = {
+        CHAT: ChatCompletionRequest,
+        COMPLETIONS: CompletionRequest,
+        MESSAGES: AnthropicMessagesRequest,
+        COUNT_TOKENS: AnthropicCountTokensRequest,
+        RESPONSES: ResponsesRequest,
+    }
+    abilities = Abilities(
+        prints_role=functools.cache(lambda role: _prints(manager.tokenizer, role)),
+        prints_inline_system=_prints_inline_system(manager),
+        takes_media=bool(manager.model_config.is_multimodal),
+        has_reasoning_parser=bool(manager.server_args.reasoning_parser),
+    )
+    also = _ALSO_READ | _READ_BY_ROUTER
+    known = {path: frozenset(model.model_fields) | also for path, model in models.items()}
+    return Contract(abilities, known, frozenset(inspect.signature(SamplingParams).parameters))
+
+
+def _prints_inline_system(manager: Any) -> bool:
+    """What SGLang will find of the template, once it serves chats. Where it has an encoder of its own for the
+    model, it is left to decide.
+    """
+    from sglang.srt.parser.conversation import chat_template_exists
+    from sglang.srt.parser.template_detection import detect_inline_system_support
+
+    named = manager.server_args.chat_template
+    if named and chat_template_exists(named):
+        return False
+    template = getattr(manager.tokenizer, "chat_template", None)
+    return not isinstance(template, str) or bool(detect_inline_system_support(template))
+
+
+def _prints(tokenizer: Any, role: str) -> bool:
+    """Whether the chat template shows a message of this role. A tokenizer without a template leaves
+    messages to SGLang's own encoders, which know their roles.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return True
+    messages = [{"role": role, "content": _MARK}, {"role": "user", "content": "a"}]
+    try:
+        return _MARK in tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # boundary: a template of strangers, which refuses a role by any exception
+        return False

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.engine.fingerprints import tokenizer_fingerprint
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.request_context import bootstrap_of_request
+from pdserve.engine.model_dir import tokenizer_fingerprint
 from pdserve.engine.sglang.children.scheduler import POOL_ROOM
 from pdserve.engine.turns.exact import Asked, ExactTurns, Turn
 from pdserve.engine.turns.segments import StopTokens

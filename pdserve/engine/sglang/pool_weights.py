@@ -18,9 +18,9 @@ import torch
 
 from pdserve.engine.model_dir import pool_model
 from pdserve.errors import PoolError, StartupError, WeightsError
+from pdserve.kvpool.weights.manifest import ITEM_BYTES, TensorPlace
 from pdserve.kvpool.weights.model import PoolModel
 from pdserve.kvpool.weights.names import is_pool_url
-from pdserve.kvpool.weights.tensors import ITEM_BYTES, TensorPlace
 
 _USERS: Final = (
     "sglang.srt.connector",

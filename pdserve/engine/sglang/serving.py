@@ -3,7 +3,8 @@ whose objects take the places of its own in `app.state`.
 
 | class | what is its own |
 |---|---|
-| chats | prompts keep their text (`exact_turns.Rendered`), and know how many answers they have |
+| chats | prompts keep their text (`exact_turns.Rendered`), and know how many answers they have; long ones are
+  encoded once (`encodings`) |
 | responses | the same |
 | `/v1/messages` | a prompt is rendered and tokenized in a thread (`long_texts`) |
 | `/tokenize` | a text is tokenized in a thread, and the answer's bytes are made there |
@@ -31,6 +32,7 @@ import msgspec
 from fastapi.responses import Response
 
 from pdserve.engine.http.request import current_request
+from pdserve.engine.sglang.encodings import Encodings
 from pdserve.engine.sglang.exact_turns import Rendered
 from pdserve.engine.sglang.long_texts import HUGE_CHARS, chars
 
@@ -54,14 +56,17 @@ def chat_class() -> type[Any]:
     """For `TokenizerManager.serving_chat_class`. Imports SGLang."""
     from sglang.srt.entrypoints.openai import serving_chat
 
-    encode = serving_chat.parallel_prompt_encode
+    encode, known = serving_chat.parallel_prompt_encode, Encodings()
 
     def encode_kept(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
-        return Rendered.of(encode(tokenizer, text, encode_kwargs), text)
+        ids = known.of(text, encode_kwargs, lambda: encode(tokenizer, text, encode_kwargs))
+        return Rendered.of(ids, text)
 
     serving_chat.parallel_prompt_encode = encode_kept
 
     class Chat(serving_chat.OpenAIServingChat):  # type: ignore[misc]  # SGLang ships no types
+        encodings = known
+
         def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
             ready = _converted.get()
             if ready is not None and ready[0] is request:

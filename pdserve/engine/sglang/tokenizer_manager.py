@@ -13,7 +13,11 @@ SGLang notices a client that left after up to 4 s (0.5.23: a poll of that period
 of 2 s when streaming); the record of the HTTP request (`http/request.py`) aborts at once. A server that stops
 aborts what runs (`server.py`), which SGLang would answer as something complete. Such an answer is broken off
 (`http/connection.py`).
-"""
+
+A request goes to the data parallel rank whose memory has the conversation so far (`DpRanks`). SGLang (0.5.23)
+gives requests to the ranks of `--dp-size` and of data parallel attention by their load. Each rank has device
+and host memory of its own. So a conversation's next turn would rarely meet its pages there, and would fetch
+them from the pool."""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ import asyncio
 import contextlib
 import functools
 from array import array
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,14 +34,13 @@ from weakref import WeakValueDictionary
 from fastapi import HTTPException
 
 from pdserve.engine.contract.endpoints import COMPLETIONS, EMBEDDINGS, GENERATE, PREFILL, RESPONSES
-from pdserve.engine.contract.scheduler_limits import (
+from pdserve.engine.contract.sampling import (
     bound_sampling,
     check_ids,
     check_logprobs,
     check_texts,
 )
 from pdserve.engine.http.cache_report import Reuse
-from pdserve.engine.http.dp_ranks import DpRanks
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.request_context import bootstrap_of_request, salt_of_request
 from pdserve.engine.http.timing import WorkerMetrics
@@ -53,6 +57,41 @@ from pdserve.engine.sglang.text_offsets import locate
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
+
+REMEMBERED: Final = 65_536
+"""Prompts whose ranks are known. 150 bytes each."""
+MORE_REQUESTS: Final = 8
+"""A rank may have so many requests more than twice those of the idlest, and still gets its conversations."""
+
+
+class DpRanks:
+    """Of one worker. A conversation is known by the last full page of each prompt, not by pages that many
+    conversations begin with.
+    """
+
+    def __init__(self, ranks: int, remembered: int = REMEMBERED) -> None:
+        self.count = ranks
+        self._remembered = remembered
+        self._rank_of: OrderedDict[bytes, int] = OrderedDict()  # by a prompt's last page
+        self._last = -1
+
+    def choose(self, chain: Sequence[bytes], running: Sequence[int]) -> int:
+        """The rank of a prompt. `chain`: digests of its full pages. `running`: requests of each rank."""
+        rank = self._home(chain)
+        if rank is None or running[rank] > 2 * min(running) + MORE_REQUESTS:
+            turns = range(self._last + 1, self._last + 1 + self.count)
+            rank = self._last = min((turn % self.count for turn in turns), key=running.__getitem__)
+        if chain:
+            self._rank_of[chain[-1]] = rank
+            self._rank_of.move_to_end(chain[-1])
+            while len(self._rank_of) > self._remembered:
+                self._rank_of.popitem(last=False)
+        return rank
+
+    def _home(self, chain: Sequence[bytes]) -> int | None:
+        found = (self._rank_of.get(digest) for digest in reversed(chain))
+        return next((rank for rank in found if rank is not None), None)
+
 
 _SET_BY_SGLANG: Final = (
     *("rid", "lora_id", "mm_hashes", "positional_embed_overrides"),

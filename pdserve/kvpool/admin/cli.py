@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pdserve.kvpool.admin import ns, tenants
+from pdserve.kvpool.admin import ns
 from pdserve.kvpool.admin.drain import drain
 from pdserve.kvpool.admin.ls import ls
 from pdserve.kvpool.admin.status import status
@@ -29,5 +29,5 @@ app.command("ls")(ls)
 app.command("drain")(drain)
 app.add_typer(ns.app, name="ns")
 app.command("upgrade")(upgrade)
-app.command("tenants")(tenants.tenants)
-app.command("delete")(tenants.delete)
+app.command("tenants")(ns.tenants)
+app.command("delete")(ns.delete)

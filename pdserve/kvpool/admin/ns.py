@@ -1,8 +1,12 @@
-"""`pdserve pool ns`: the namespaces of the pool. What is changed on one node, all nodes are told by it."""
+"""`pdserve pool ns`: the namespaces of the pool. What is changed on one node, all nodes are told by it.
+
+`pdserve pool tenants` and `pdserve pool delete`: whose pages the pool has, and their end.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -11,11 +15,13 @@ import typer
 from msgspec.structs import asdict, replace
 
 from pdserve.errors import ConfigError, PoolError, PoolRefused
-from pdserve.kvpool.admin.node_client import Asking, NodeClient, asks
+from pdserve.kvpool.admin.node_client import Asking, NodeClient, asks, in_parallel
 from pdserve.kvpool.admin.tables import as_json, complain, make_console, make_table, rate, size
 from pdserve.kvpool.namespaces.access import TOKENS
-from pdserve.kvpool.node.config.namespaces import NamespaceConfig, settings_of
+from pdserve.kvpool.namespaces.tenants import MARK, is_tenant_name, split
+from pdserve.kvpool.node.config import NamespaceConfig, settings_of
 from pdserve.kvpool.protocol.cluster_messages import (
+    DEAD,
     ListNamespaces,
     NamespaceList,
     NamespaceRecord,
@@ -23,7 +29,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
     ReplaceNamespace,
 )
-from pdserve.kvpool.protocol.messages import Done, DropNamespace, NamespaceStatus
+from pdserve.kvpool.protocol.messages import Done, DropNamespace, NamespaceStatus, NodeAddress, StatusReport
 from pdserve.settings.config_file import build_config, options, parse_value
 
 POLL_S: Final = 0.05
@@ -243,3 +249,59 @@ def _row(record: NamespaceRecord, here: NamespaceStatus | None) -> tuple[str, ..
         size(settings.bytes_s) if settings.bytes_s else "-",
         f"{settings.weight:g}",
     )
+
+
+DELETE_S: Final = 4 * 70.0
+"""A node answers after 64 s at most (core/durable_answers.py); it asks the others, then itself, all twice."""
+
+
+@asks
+def tenants(asking: Asking) -> None:
+    """Show the bytes of each tenant's pages, over all models and nodes."""
+    nodes = asking.all_nodes()
+    reports = in_parallel(nodes, lambda node: _status(asking, node))
+    found = Counter[tuple[str, str]]()
+    for report in reports:
+        for space in report.namespaces if isinstance(report, StatusReport) else ():
+            tenant = split(space.name)[1]
+            found[tenant, "memory"] += space.slot_bytes
+            found[tenant, "tiers"] += space.tier_bytes
+    held = {tenant: (found[tenant, "memory"], found[tenant, "tiers"]) for tenant, _ in found}
+    late = {n.node: str(r) for n, r in zip(nodes, reports, strict=True) if isinstance(r, PoolError)}
+    if asking.json:
+        names = ("memory_bytes", "tier_bytes")
+        told = {tenant: dict(zip(names, sizes, strict=True)) for tenant, sizes in held.items()}
+        typer.echo(as_json({"tenants": told, "problems": late}))
+    else:
+        table = make_table(f"tenants, {len(nodes)} nodes", "tenant", "memory", "tiers")
+        for tenant, sizes in sorted(held.items(), key=lambda one: -sum(one[1])):
+            table.add_row(tenant or "(nobody)", *map(size, sizes))
+        make_console().print(table)
+    for node, problem in late.items():
+        complain(f"node {node} is left out: {problem}")
+
+
+@asks
+def delete(
+    asking: Asking,
+    tenant: Annotated[str, typer.Option("--tenant", help="Whose pages; its name, or that of its cache.")],
+) -> None:
+    """Erase a tenant's pages of all models in memory and tiers of all nodes, and wait for the end of it."""
+    if not is_tenant_name(tenant):
+        raise ConfigError(f"--tenant: no tenant can be called {tenant!r}")
+    with asking.node() as node:
+        pages = node.ask(lambda i: DropNamespace(i, MARK + tenant), Done, DELETE_S).count
+        away = [member.node for member in node.status().members if member.status == DEAD]
+    if asking.json:
+        typer.echo(as_json({"tenant": tenant, "pages": pages, "away": away}))
+    else:
+        make_console().print(f"erased {pages:,} pages of {tenant}")
+    for name in away:
+        complain(f"node {name} is away: it erases them when it returns")
+    if away:
+        raise typer.Exit(1)
+
+
+def _status(asking: Asking, node: NodeAddress) -> StatusReport:
+    with asking.node(node.address) as client:
+        return client.status()

@@ -40,8 +40,8 @@ WAITERS_RETRY_S: Final = 0.05
 LOAD_PAUSE_S: Final = 0.02
 """Between two questions for pages that are being loaded."""
 ERASE_TIMEOUT_S: Final = 75.0
-"""A node answers an erasure after 60 s at most (core/erasures.py), another 4 s for its list, and some for the
-other nodes.
+"""A node answers an erasure after 60 s at most (core/durable_answers.py), another 4 s for its list, and some
+for the other nodes.
 """
 MEMORY: Final = "dram"
 

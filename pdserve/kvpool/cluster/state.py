@@ -59,8 +59,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT
-from pdserve.kvpool.namespaces.registry import NamespaceError
-from pdserve.kvpool.namespaces.validation import check_record
+from pdserve.kvpool.namespaces.registry import NamespaceError, check_record
 from pdserve.kvpool.protocol.base import Message, NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,

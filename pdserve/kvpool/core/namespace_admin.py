@@ -35,9 +35,11 @@ from pdserve.kvpool.namespaces.registry import (
     MAX_NAMESPACES_PER_TOKEN,
     NamespaceError,
     check_geometry,
+    check_record,
+    check_settings,
+    check_tenant_settings,
 )
 from pdserve.kvpool.namespaces.tenants import MARK, name_of, split
-from pdserve.kvpool.namespaces.validation import check_record, check_settings, check_tenant_settings
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     ListNamespaces,
@@ -136,8 +138,8 @@ class Administration:
         return self._tokens().may_write(session.token)
 
     def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
-        """Why the client may not make this request; None when it may. Requests that give a namespace's name
-        instead of its number are judged by `handle`.
+        """Why the client may not make this request; None when it may. Whether it may open or list namespaces,
+        `handle` finds out.
         """
         if self.authorized(session, message):
             return None
@@ -148,6 +150,10 @@ class Administration:
             return access.denied_peer(self._node, request_id)
         if scope == "node":
             return access.denied_here(self._node, type(message).__name__, request_id)
+        if scope == "name" and (name := _named(message)).startswith(MARK):
+            return access.denied_here(self._node, "deleting a tenant", request_id)
+        if scope == "name":
+            return access.denied_change(name, request_id)
         number: int = getattr(message, "namespace", 0)
         may_see = self.rights(session, number) & m.READ  # numbers can be tried, and names tell
         name = f"'{self.namespaces[number].name}'" if may_see else f"number {number}"
@@ -161,6 +167,8 @@ class Administration:
         scope, right = needed
         if scope == "namespace":
             return bool(self.rights(session, getattr(message, "namespace", 0)) & right)
+        if scope == "name":
+            return any(self._may_administer(session, one) for one in self._guards_of(_named(message)))
         return session.peer if scope == "pool" else self._is_operator(session)
 
     def token_digest(self, named: bytes) -> str:
@@ -208,13 +216,6 @@ class Administration:
 
     def _may_administer(self, session: Session, record: NamespaceRecord | None) -> bool:
         return self._is_operator(session) if record is None else self._has(session, record.settings, m.ADMIN)
-
-    def _require_admin(
-        self, session: Session, name: str, record: NamespaceRecord | None, request_id: int
-    ) -> None:
-        """Raises Denied, the same whether there is a record of this name."""
-        if not self._may_administer(session, record):
-            raise Denied(access.denied_change(name, request_id))
 
     def _require_operator(self, session: Session, what: str, request_id: int) -> None:
         """Raises Denied."""
@@ -330,6 +331,16 @@ class Administration:
         rights = self.rights(session, local.number)
         return m.Opened(request_id, local.number, rights, self._largest_page_bytes)
 
+    def _of_tenant(self, name: str) -> list[NamespaceRecord]:
+        """The records of `#TENANT`, of all models."""
+        return [one for one in self.namespaces.registry if split(one.name)[1] == name.removeprefix(MARK)]
+
+    def _guards_of(self, name: str) -> list[NamespaceRecord | None]:
+        """What guards a name, of `#TENANT` what guards it in each model; None: nothing does."""
+        if name.startswith(MARK):
+            return [self._guarding(one.name) for one in self._of_tenant(name)] or [None]
+        return [self._guarding(name)]
+
     def _guarding(self, name: str) -> NamespaceRecord | None:
         """The record whose tokens guard the namespace: a tenant's has those of its model."""
         return self.namespaces.registry.get(split(name)[0])
@@ -337,7 +348,6 @@ class Administration:
     def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
         registry = self.namespaces.registry
         known, guarding = registry.get(request.name), self._guarding(request.name)
-        self._require_admin(session, request.name, guarding, request.id)
         known = known or registry.fresh(request.name, NamespaceSettings())
         if known.dropped and not self._is_operator(session):
             registry.check_spare(known)
@@ -354,8 +364,6 @@ class Administration:
 
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
         registry = self.namespaces.registry
-        # first: others are not told of names that are like it
-        self._require_admin(session, request.old, registry.get(request.old), request.id)
         old, new = self._known(request.old), registry.get(request.new)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
@@ -367,7 +375,8 @@ class Administration:
                 raise Denied(access.denied_change(request.new, request.id))
             new = registry.fresh(request.new, old.settings)
         else:
-            self._require_admin(session, new.name, new, request.id)
+            if not self._may_administer(session, new):
+                raise Denied(access.denied_change(new.name, request.id))
         if (is_new or new.dropped) and not self._is_operator(session):
             registry.check_spare(new)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
@@ -386,13 +395,10 @@ class Administration:
     def _drop(self, session: Session, request: m.DropNamespace, out: list[Action]) -> m.Done:
         registry = self.namespaces.registry
         if request.name.startswith(MARK):
-            named = [one for one in registry if split(one.name)[1] == request.name.removeprefix(MARK)]
+            named = self._of_tenant(request.name)
             known = [one for one in named if self._may_administer(session, self._guarding(one.name))]
-            if not known:
-                self._require_operator(session, "deleting a tenant", request.id)
         else:
-            self._require_admin(session, request.name, self._guarding(request.name), request.id)
-            known = [*registry.tenants_of(request.name)]
+            known = registry.tenants_of(request.name)
             known += [one] if (one := registry.get(request.name)) is not None else []
         living = [one for one in known if not one.dropped]
         return m.Done(request.id, sum(self._change(registry.dropped(one), out) for one in living))
@@ -521,6 +527,12 @@ class _Opens:
     def may_write(self, token: str) -> bool:
         """Whether the holder of this token may write to any namespace."""
         return self._open or (bool(token) and token in self._writers)
+
+
+def _named(message: m.Request) -> str:
+    """The namespace, or `#TENANT`, that an administrator's request names."""
+    name: str = message.old if isinstance(message, ReplaceNamespace) else getattr(message, "name", "")
+    return name
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

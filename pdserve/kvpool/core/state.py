@@ -23,8 +23,7 @@ from typing import Final, assert_never
 import numpy as np
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.core.durable_answers import DurableAnswers
-from pdserve.kvpool.core.erasures import Erasures
+from pdserve.kvpool.core.durable_answers import DurableAnswers, Erasures
 from pdserve.kvpool.core.events import (
     FIRST_TAG,
     LOCAL,
@@ -52,9 +51,8 @@ from pdserve.kvpool.core.events import (
     ViewChanged,
 )
 from pdserve.kvpool.core.kept_pages import KeptPages
-from pdserve.kvpool.core.lookups import Lookups, PlaceChanges
+from pdserve.kvpool.core.lookups import Lookups, PageListing, PlaceChanges
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
-from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.pending_gets import PendingGets
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.report import report
@@ -63,8 +61,7 @@ from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.store.index import NONE, Family
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.store.restore import restore
-from pdserve.kvpool.core.store.table_scan import TableContents
+from pdserve.kvpool.core.store.table_scan import TableContents, restore
 from pdserve.kvpool.core.tiering.coordinator import Tiers, facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits

@@ -14,12 +14,49 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, Literal
 
-from pdserve.kvpool.client.metric_names import CLIENT_METRICS
 from pdserve.kvpool.client.operations import ClientCounters
-from pdserve.metric import by_name
+from pdserve.metric import Definition, by_name
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
+
+CLIENT_PREFIX: Final = "pdserve_pool_client_"
+
+
+CLIENT_METRICS: Final = (
+    Definition(
+        "pages",
+        "counter",
+        ("result",),
+        "KV pages by what became of them: read, missed, written, present (another had written it), refused "
+        "(no room), lost, corrupt, forged (the tag was made without the page key), and of those read: ssd "
+        "(a node brought them up from a tier below its memory).",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "bytes",
+        "counter",
+        ("direction",),
+        "KV bytes read from the pool and written to it, by direction.",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "transfer_seconds",
+        "histogram",
+        ("direction",),
+        "Time of a batch of pages read or written, from the first request to the last "
+        "byte. Throughput is the rate of the bytes divided by the rate of this sum.",
+        CLIENT_PREFIX,
+    ),
+    Definition(
+        "failures",
+        "counter",
+        (),
+        "Operations on nodes that ended with an error or at a deadline.",
+        CLIENT_PREFIX,
+    ),
+)
+"""The metrics of a worker's pool client."""
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BY_NAME: Final = by_name(CLIENT_METRICS)

@@ -3,7 +3,7 @@
 SGLang's storage threads know pages by hashes, which do not say whose they are. All that it hands from a
 request to a backend's call are the hashes of the pages before (`HiCacheStorageExtraInfo.prefix_keys`). So a
 mark with the tenant stands before those, put there by the scheduler process
-(`engine/sglang/children/owners.py`).
+(`engine/sglang/children/scheduler.py`).
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ListPages,
     NamespaceSettings,
     ProbePeer,
+    PutNamespace,
+    ReplaceNamespace,
     Upgrade,
 )
 from pdserve.kvpool.protocol.messages import ADMIN, READ, WRITE
@@ -38,7 +40,7 @@ RIGHTS: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 TOKENS: Final = ("read_token", "write_token", "admin_token")
 KEPT: Final = "set"  # instead of a digest; in a list: there is a token; in a change: leave it as it is
 
-Scope: TypeAlias = Literal["namespace", "node", "pool"]
+Scope: TypeAlias = Literal["namespace", "name", "node", "pool"]
 NEEDED: Final[dict[type, tuple[Scope, int]]] = {
     m.Exists: ("namespace", READ),
     m.Wait: ("namespace", READ),
@@ -47,14 +49,17 @@ NEEDED: Final[dict[type, tuple[Scope, int]]] = {
     m.Discard: ("namespace", WRITE),
     m.Clear: ("namespace", ADMIN),
     m.Erase: ("namespace", ADMIN),
+    m.DropNamespace: ("name", ADMIN),
+    PutNamespace: ("name", ADMIN),
+    ReplaceNamespace: ("name", ADMIN),
     Drain: ("node", ADMIN),
     Upgrade: ("node", ADMIN),
     ListPages: ("node", ADMIN),
     Gossip: ("pool", ADMIN),
     ProbePeer: ("pool", ADMIN),
 }
-"""The right that a request needs, and where: in the namespace whose number it has, as the node's
-administrator, or as a node of this pool. Others need none, or are judged by the name that they give.
+"""The right that a request needs, and where: in the namespace whose number or name it has, as the node's
+administrator, or as a node of this pool. Others need none, or are judged by what they find.
 """
 
 

@@ -1,24 +1,41 @@
-"""Which clients a node admits, and how they will move pages; the rules that its state applies to them."""
+"""Which clients a node admits, and how they will move pages; the rules that its state applies to them.
+
+A stranger can open sockets as fast as the kernel makes them, and can begin a frame on each. Strangers are
+sockets that have not shaken hands, and clients without a token where the pool has tokens. Four bounds keep
+places and memory for the clients:
+
+| bound | who goes |
+|---|---|
+| `max_greeting` strangers | the oldest of the address that has most of them |
+| `max_connections` clients | a new client is refused |
+| three quarters of these show one token, other than the node's `admin_token` | a new client that shows it |
+| `MAX_HALF_FRAMES_BYTES` of frames that are not whole | the socket that holds most of them |
+
+Nodes of the pool are always let in. An address is an IP address, or a user of this host ("uid 1000"). Nothing
+bounds how often tokens may be tried: they have `MIN_CHARS` characters at least, and whoever fails is left
+waiting (serving/connection.py).
+"""
 
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
-import time
 from collections.abc import Callable
+from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.extras import how_to_install, is_installed
 from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.namespaces.access import guards
-from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
+from pdserve.kvpool.namespaces.registry import (
+    NamespaceError,
+    check_name,
+    check_settings,
+    check_tenant_settings,
+)
 from pdserve.kvpool.namespaces.tenants import split
-from pdserve.kvpool.namespaces.validation import check_settings, check_tenant_settings
-from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
-from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.serving.places import Places
+from pdserve.kvpool.node.config import PoolNodeConfig, settings_of, token_digest
 from pdserve.kvpool.protocol.address import is_ipv6, is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id
@@ -33,8 +50,87 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.security.failed_logins import FailedLogins
+from pdserve.security.connection_limits import ConnectionLimit
 from pdserve.security.tokens import digest, same
+
+MIN_GREETING: Final = 64
+"""So many may shake hands at a time even where `max_connections` is less."""
+MAX_HALF_FRAMES_BYTES: Final = 64 * 1024 * 1024
+"""16 frames of the largest kind."""
+
+
+def max_greeting(max_connections: int) -> int:
+    """Strangers at a time: all clients of a node that was started again, while they shake hands."""
+    return max(MIN_GREETING, max_connections)
+
+
+class Places:
+    """Counts the sockets of one node by number."""
+
+    def __init__(self, max_connections: int, *, tokens_in_use: bool) -> None:
+        self._max_connections = max_connections
+        self._tokens_in_use = tokens_in_use
+        self._strangers: ConnectionLimit[int] = ConnectionLimit(max_greeting(max_connections))
+        self._clients: dict[int, str] = {}
+        """Digest of the token that the client has shown, by number."""
+        self._half_frame_bytes: dict[int, int] = {}
+
+    @property
+    def sockets(self) -> int:
+        """All that are open."""
+        return len(self._strangers) + len(self._clients)
+
+    @property
+    def half_frames_bytes(self) -> int:
+        """Held of frames that are not whole."""
+        return sum(self._half_frame_bytes.values())
+
+    def accepted(self, number: int, address: str) -> int | None:
+        """A socket was accepted. The number of a socket to close for it, if there are too many; its place is
+        free at once.
+        """
+        return self._strangers.came(number, address)
+
+    def refusal(self, *, token: str, operator: bool = False) -> str:
+        """Why a socket gets no client's place; empty if it gets one, or needs none. `token`: digest of a
+        known one, if the client shows one. `operator`: it is the node's `admin_token`.
+        """
+        limit = self._max_connections
+        if self._tokens_in_use and not token:
+            return ""
+        if len(self._clients) >= limit:
+            return f"the node holds {limit} connections already"
+        same = sum(other == token for other in self._clients.values())
+        if operator or not self._tokens_in_use or same < max(1, limit * 3 // 4):
+            return ""
+        return f"the node holds {same} connections with this token already: raise max_connections"
+
+    def greeted(self, number: int, *, token: str) -> None:
+        """The socket has shaken hands. `token`: see `refusal`."""
+        if token or not self._tokens_in_use:
+            self._strangers.left(number)
+            self._clients[number] = token
+
+    def holds(self, number: int, half_frame_bytes: int) -> int | None:
+        """The socket has sent so many bytes of a frame that is not whole. The number of a socket to close, if
+        all together hold too many.
+        """
+        if half_frame_bytes:
+            self._half_frame_bytes[number] = half_frame_bytes
+        else:
+            self._half_frame_bytes.pop(number, None)
+            return None
+        if self.half_frames_bytes <= MAX_HALF_FRAMES_BYTES:
+            return None
+        largest = max(self._half_frame_bytes, key=self._half_frame_bytes.__getitem__)
+        del self._half_frame_bytes[largest]
+        return largest
+
+    def closed(self, number: int) -> None:
+        """The socket is closed."""
+        self._strangers.left(number)
+        self._clients.pop(number, None)
+        self._half_frame_bytes.pop(number, None)
 
 
 def rules_of(config: PoolNodeConfig) -> Rules:
@@ -93,7 +189,6 @@ class Admission:
         places: Places,
         view: Callable[[], View],
         token_digest: Callable[[bytes], str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._rules = rules
@@ -102,16 +197,9 @@ class Admission:
         self._places = places
         self._token_digest = token_digest
         self._view = view
-        self._clock = clock
-        # these two may read the node's memory anyhow
-        self._failed_logins = FailedLogins({"uid 0", f"uid {os.getuid()}"})
 
-    def challenge(self, address: str, hello: Hello) -> Challenged | Fault:
-        """For a client that names a token. A fault if the token is none of the pool's. `address`: see
-        `choose_path`.
-        """
-        if not self._failed_logins.may_try(address, hello.key_id, self._clock()):
-            return self._too_many_guesses(address)
+    def challenge(self, hello: Hello) -> Challenged | Fault:
+        """For a client that names a token. A fault if the token is none of the pool's."""
         found = ""
         if hello.node and self._config.cluster.token:
             own = digest(self._config.cluster.token)
@@ -119,19 +207,7 @@ class Admission:
         found = found or self._token_digest(hello.key_id)
         if found:
             return Challenged(hello, found, self._config.name, secrets.token_bytes(NONCE_BYTES))
-        self._failed_logins.failed(address, self._clock())
         return self._other_cluster(hello) if hello.node else self._unknown_token(hello)
-
-    def wrong_proof(self, address: str) -> None:
-        """A client of this address did not prove the token that it has named."""
-        self._failed_logins.failed(address, self._clock())
-
-    def _too_many_guesses(self, address: str) -> Fault:
-        message = (
-            f"node {self._config.name}: too many tokens came from {address} that it does not know: correct "
-            "them there, and try again in a few seconds"
-        )
-        return Fault(0, "too_many_guesses", message)
 
     def _other_cluster(self, hello: Hello) -> Fault:
         message = f"node {self._config.name} has another cluster.token than node {hello.node}: give all one"
@@ -141,8 +217,8 @@ class Admission:
         message = f"node {self._config.name} does not know the token of client {hello.client}"
         return Fault(0, "bad_token", f"{message}: correct it there, or give it to the pool")
 
-    def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
-        """How the client of this connection will move pages, or why it cannot be served. `address`: the
+    def choose_path(self, address: str, hello: Hello) -> DataPathName | Fault:
+        """How a client will move pages, or why it cannot be served. `address`: the
         client's IP address, or "uid N" for a Unix socket.
         """
         name = self._config.name
@@ -153,16 +229,12 @@ class Admission:
             )
             return Fault(0, "protocol_version", message)
         if hello.token and not hello.key_id:
-            self._failed_logins.failed(address, self._clock())
             return self._unknown_token(hello)  # who sends a token in clear is not ours: it proves nothing
         if hello.node and not shows_token(hello, self._config):
             return self._other_cluster(hello)
         if not hello.node:
             admin, token = self._rules.admin_token, self.shown_token(hello)
-            no_place = self._places.refusal(
-                connection, token=token, tokens_in_use=bool(admin), operator=same(token, admin)
-            )
-            if no_place:
+            if no_place := self._places.refusal(token=token, operator=same(token, admin)):
                 return Fault(0, "too_many_connections", no_place)
         if hello.data_path == "none":
             return "none"
@@ -236,10 +308,8 @@ class Admission:
             return presented
         return presented if same(presented, self._token_digest(key_id(presented))) else ""
 
-    def connected(self, number: int, address: str, hello: Hello, path: DataPathName) -> Connected:
-        """The event that a client has shaken hands. `address`: see `choose_path`."""
-        if shown := self.shown_token(hello):
-            self._failed_logins.proved(address, key_id(shown))
+    def connected(self, number: int, hello: Hello, path: DataPathName) -> Connected:
+        """The event that a client has shaken hands."""
         peer = is_peer(hello, self._config, self._rules)
         return Connected(number, path, hello.client, hello.pid, peer, digest(hello.token))
 

@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.logs import configure_logs
 from pdserve.settings.command_line import config_command
 

@@ -18,7 +18,7 @@ from pdserve.kvpool.core.events import (
     TransfersDone,
     failures,
 )
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.tcp.server import TcpServer
 from pdserve.kvpool.node.ucx.server import UcxServer
 from pdserve.kvpool.protocol.address import TcpAddress, is_remote, parse_address

@@ -49,13 +49,11 @@ from pdserve.kvpool.core.events import (
 )
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.namespaces.tenants import MARK, split
-from pdserve.kvpool.node.admission import Admission, rules_of
+from pdserve.kvpool.node.admission import Admission, Places, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
-from pdserve.kvpool.node.events.feed import open_feed
-from pdserve.kvpool.node.memory.arena import Arena
-from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
+from pdserve.kvpool.node.memory.arena import Arena, DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import Meter, Series
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
@@ -65,7 +63,6 @@ from pdserve.kvpool.node.peers.questions import Dropping, Questions
 from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
-from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.node.serving.scheduler import Serving
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
@@ -117,7 +114,7 @@ class PoolNode:
         self._certificates = Certificates(config.tls)
         self.gossip = Gossiper(config, self._certificates, self.incarnation, self.fail, before)
         self._rules = rules_of(config)
-        self.places = Places(config.max_connections)
+        self.places = Places(config.max_connections, tokens_in_use=bool(self._rules.admin_token))
         self.admission = Admission(
             config,
             self._rules,
@@ -188,6 +185,8 @@ class PoolNode:
         )
         self._acts = self._make_acts()
         if self.config.events.address:
+            from pdserve.kvpool.node.events import open_feed  # needs an extra
+
             feed = open_feed(self.config.events, self._loop, self.state)
             self._acts |= feed.acts()
             ending.callback(feed.close)
@@ -555,9 +554,9 @@ class PoolNode:
         self._last_connection += 1
         return ClientConnection(self, self._last_connection)
 
-    def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
+    def choose_path(self, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
-        return self.upgrader.goodbye_fault or self.admission.choose_path(connection, address, hello)
+        return self.upgrader.goodbye_fault or self.admission.choose_path(address, hello)
 
     def welcome(self, connection: int, path: DataPathName, info: DataPathInfo | None) -> Welcome:
         """The answer to a Hello."""
@@ -576,7 +575,7 @@ class PoolNode:
     def connected(self, connection: ClientConnection, hello: Hello, path: DataPathName) -> None:
         self.connections[connection.number] = connection
         self.places.greeted(connection.number, token=self.admission.shown_token(hello))
-        self.feed(self.admission.connected(connection.number, connection.address, hello, path))
+        self.feed(self.admission.connected(connection.number, hello, path))
 
     def disconnected(self, number: int, *, by_peer: bool) -> None:
         self.all_connections.remove(number)

@@ -15,11 +15,10 @@ from types import FrameType
 
 import uvloop
 
-from pdserve.kvpool.node.admission import check_open, rules_of
-from pdserve.kvpool.node.auto_capacity import with_capacity
-from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
+from pdserve.kvpool.node.admission import check_open, max_greeting, rules_of
+from pdserve.kvpool.node.bootstrap import with_capacity
+from pdserve.kvpool.node.config import PoolNodeConfig, with_secrets
 from pdserve.kvpool.node.node import PoolNode
-from pdserve.kvpool.node.serving.places import max_greeting
 from pdserve.kvpool.node.upgrade.handover import (
     ENDING,
     Handover,

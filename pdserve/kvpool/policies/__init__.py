@@ -10,11 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.policies.arc import Arc
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
-from pdserve.kvpool.policies.lfu import Lfu
-from pdserve.kvpool.policies.lru import Fifo, Lru
-from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.policies.orders import Arc, Fifo, Lfu, Lru, Ttl
 
 _MAKERS: Final[dict[str, Callable[[Links], EvictionPolicy]]] = {
     "arc": Arc,

@@ -18,8 +18,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kvpool.policies.ghosts import Ghosts
-from pdserve.kvpool.policies.linked_list import NONE, LinkedList
+from pdserve.kvpool.policies.linked_list import NONE, Ghosts, LinkedList
 
 __all__ = ["NONE", "EvictionPolicy", "LinkedList", "Links", "Slots", "Times"]
 

@@ -24,7 +24,7 @@ MAX_MEMBERS: Final = 1024  # of a pool; at 100 bytes each they fit a frame many 
 
 class NamespaceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What a namespace may do on each node, in messages, in the nodes' lists and in their configuration
-    (node/config/namespaces.py); namespaces/validation.py says what is possible. Tokens are SHA-256 hex
+    (node/config.py); namespaces/registry.py says what is possible. Tokens are SHA-256 hex
     digests of the tokens that clients send. Encoded by names, without what is as its default.
     """
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.native.frames import exchange
+from pdserve.kvpool.native.sockets import exchange
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 from pdserve.kvpool.protocol.messages import Abort, Hello, Release, Reply, Request, Welcome
 from pdserve.kvpool.transports.dial import open_socket, tls_error

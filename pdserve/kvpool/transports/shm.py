@@ -34,14 +34,62 @@ from typing import ClassVar, Final, TypeAlias
 import numpy as np
 
 from pdserve.errors import PoolError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.native import copying
+from pdserve.kvpool.native.build import compiled
 from pdserve.kvpool.protocol.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import Buffer, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.dial import connect_unix, peer_uid
-from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
+
+
+class MappedPages:
+    """Copies pages to and from `memory`, the arena, shape [arena_bytes]. Thread-safe."""
+
+    def __init__(self, memory: Bytes1D, table: Buffer, layout: TableLayout, checksum: bool) -> None:
+        """`table`: the slot table, which is of this layout."""
+        self._memory = memory
+        self._table = table
+        self._rows_at = layout.rows_at
+        self._checksum = checksum
+        compiled()  # says now if pages will be slow
+
+    def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float) -> list[int]:
+        """`Connection.write_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""
+        offsets = [grant.offset for grant in grants]
+        try:
+            return copying.write(self._memory, offsets, pages, checksum=self._checksum, deadline_s=deadline_s)
+        except TimeoutError as error:
+            raise PoolTimeout(str(error)) from error
+        except (IndexError, OverflowError) as error:
+            raise _outside(error) from error
+
+    def read(self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline_s: float) -> list[PageOutcome]:
+        """`Connection.read_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""
+        try:
+            return copying.read(
+                self._memory,
+                self._table,
+                self._rows_at,
+                [pin.offset for pin in pins],
+                [pin.checksum for pin in pins],
+                [pin.slot for pin in pins],
+                [pin.sequence for pin in pins],
+                pages,
+                checksum=self._checksum,
+                deadline_s=deadline_s,
+            )
+        except TimeoutError as error:
+            raise PoolTimeout(str(error)) from error
+        except (IndexError, OverflowError) as error:
+            raise _outside(error) from error
+
+
+def _outside(error: Exception) -> PoolUnavailable:
+    return PoolUnavailable(f"the pool node named a slot that is outside its memory: {error}")
+
 
 logger = logging.getLogger(__name__)
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, ArenaInfo], Mapping]"

@@ -25,9 +25,9 @@ from pdserve.kvpool.admin.node_client import (
 )
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
-from pdserve.kvpool.namespaces.validation import MAX_COPIES
+from pdserve.kvpool.namespaces.registry import MAX_COPIES
 from pdserve.kvpool.weights import catalog
-from pdserve.kvpool.weights.files import write_files
+from pdserve.kvpool.weights.files import alone_in, write_files
 from pdserve.kvpool.weights.names import parse_model
 from pdserve.kvpool.weights.place import pool_at
 from pdserve.kvpool.weights.push import push as push_directory
@@ -134,7 +134,7 @@ def pull(
         Path, typer.Argument(metavar="DIR", help="Where the files go; made if it is missing.")
     ],
 ) -> None:
-    """Write a revision's files into a directory. Every page is checked."""
+    """Write a revision's files into a directory, one pull at a time. Every page is checked."""
     model = parse_model(name)
     with opening() as store:
         manifest = store.manifest(model)
@@ -142,7 +142,8 @@ def pull(
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{directory}: {error.strerror or error}") from error
-        count = write_files(store.reader(model), manifest, directory, lambda file: True)
+        with alone_in(directory):
+            count = write_files(store.reader(model), manifest, directory, lambda file: True)
     make_console().print(f"{count:,} files of {model} are in {directory}, {size(manifest.size_bytes)}")
 
 

@@ -16,13 +16,17 @@ from typing import Final
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import aligned
 from pdserve.kvpool.weights.manifest import FileEntry, Manifest, is_named
-from pdserve.kvpool.weights.reading import PageReader
+from pdserve.kvpool.weights.store import PageReader
 from pdserve.kvpool.weights.streaming import batches
 from pdserve.security.private_directory import private_directory
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that are not needed beside a stream of tensors."""
 MODE: Final = 0o644
+LOCK: Final = ".pdserve-pull.lock"
+"""Hidden, so that `push` leaves it out. It stays: one process could lock a removed file that it had opened
+before, while another one locks the next of that name.
+"""
 FILES_VARIABLE: Final = "PDSERVE_WEIGHTS_FILES"
 """Directory of small files, which this process and its children share."""
 
@@ -30,6 +34,30 @@ FILES_VARIABLE: Final = "PDSERVE_WEIGHTS_FILES"
 def is_small(file: FileEntry) -> bool:
     """Whether the file is one that SGLang reads by its path: configuration, tokenizer, code."""
     return not any(fnmatch(file.path.rpartition("/")[2], pattern) for pattern in WEIGHTS)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """No other process pulls into the directory, until the block is left or this process has ended. Two at
+    once would leave files of two revisions. Raises WeightsError where one does, or nothing can be locked.
+    """
+    path = directory / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror or error}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WeightsError(
+                f"{directory}: another pull writes there: pull again when it has ended"
+            ) from None
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be locked: {error.strerror or error}") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_files(

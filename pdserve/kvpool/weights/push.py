@@ -22,6 +22,8 @@ from pdserve.errors import StartupError, WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.weights.manifest import (
     FORMAT,
+    LENGTH_BYTES,
+    BadHeader,
     Cut,
     FileEntry,
     Manifest,
@@ -30,8 +32,10 @@ from pdserve.kvpool.weights.manifest import (
     cuts,
     digest_of,
     encode_manifest,
+    header_bytes,
     is_inner_path,
     padded,
+    parse_header,
     piece_of,
     root_of,
     run_starts,
@@ -39,7 +43,6 @@ from pdserve.kvpool.weights.manifest import (
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.store import Revision, WeightStore, await_written, missing_of
 from pdserve.kvpool.weights.streaming import SUFFIX
-from pdserve.kvpool.weights.tensors import LENGTH_BYTES, BadHeader, header_bytes, parse_header
 from pdserve.pages import model_fingerprint
 
 BATCH_BYTES: Final = 64 << 20

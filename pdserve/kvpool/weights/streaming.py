@@ -7,12 +7,16 @@ the caller uses what came before.
 The window is a bound on bytes that were not given out. What the caller keeps is his: a loader may keep all
 tensors. It is small where pages are copied from memory of this host: then a byte is in the processor's cache
 from its copy to its use. Networks and disks need more under way.
+
+Memory is used again: fresh memory costs as much as the copy into it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -22,16 +26,60 @@ from typing import Final, NamedTuple, TypeAlias
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned
-from pdserve.kvpool.weights.buffers import Buffers
-from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece
-from pdserve.kvpool.weights.reading import PageReader
-from pdserve.kvpool.weights.tensors import (
+from pdserve.kvpool.weights.manifest import (
     LENGTH_BYTES,
     BadHeader,
+    FileEntry,
+    Manifest,
+    Piece,
     TensorPlace,
     header_bytes,
     parse_header,
 )
+from pdserve.kvpool.weights.store import PageReader
+
+SPARE_BYTES: Final = 512 << 20  # of buffers kept to be used again
+
+
+class Buffers:
+    """Memory that is used again. Thread-safe; dropped with its owner."""
+
+    def __init__(self, spare_bytes: int = SPARE_BYTES) -> None:
+        self._spare_bytes = spare_bytes
+        self._free: list[Bytes1D] = []  # ascending
+        self._returned: deque[Bytes1D] = deque()  # on their way to `_free`
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> Bytes1D:
+        """uint8, shape [size_bytes]. It comes back when nothing refers to the array that is returned."""
+        with self._lock:
+            self._sort_in()
+            fit = (i for i, block in enumerate(self._free) if size_bytes <= block.size <= 2 * size_bytes)
+            block = self._free.pop(chosen) if (chosen := next(fit, -1)) >= 0 else None
+        if block is None:
+            block = aligned(size_bytes)
+        given = block[:size_bytes]
+        weakref.finalize(given, self._give_back, block).atexit = False
+        return given
+
+    def _give_back(self, block: Bytes1D) -> None:
+        """A finalizer: it may run anywhere, also in a thread that holds the lock, and must wait for nothing.
+        Where the lock is held, the next `take` sorts the block in.
+        """
+        self._returned.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            if sum(one.size for one in self._free) + block.size <= self._spare_bytes:
+                self._free.append(block)
+        self._free.sort(key=len)
+
 
 BATCH_BYTES: Final = 32 << 20
 WINDOW_BYTES: Final = 256 << 20

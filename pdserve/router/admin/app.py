@@ -40,8 +40,7 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.router.admin.pages import Pages
 from pdserve.router.admin.weights import Weights
 from pdserve.router.api.request_body import UNREADABLE
-from pdserve.router.app.error_handlers import add_error_handlers, refused
-from pdserve.router.app.router import Router
+from pdserve.router.app.router import Router, add_error_handlers, refused
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.http.asgi import Receive, Scope, Send, address_of

@@ -54,7 +54,7 @@ class Gate:
         self._worker_wait_s = config.deadlines.wait_for_worker_s
         fleet.watchers.append(self._fill_waiting)
         self._loop = asyncio.get_running_loop()
-        self.aliases: dict[str, str] = {}
+        self.aliases = config.aliases
         """Names for clients → the models, or BASE:ADAPTER, that they stand for."""
         self._default = config.default_model
         self._admission = config.admission
@@ -70,19 +70,15 @@ class Gate:
         """Requests refused because their address has sent too many wrong keys."""
         self._failed_logins = FailedLogins(config.access.proxies)
         self._admin_key = digest(admin_key(config.admin))
-        self.configure(config)
+        self._config = config
+        self.read_keys()
 
-    def configure(self, config: RouterConfig) -> None:
-        """Read the keys again and take over tenants and their limits. Raises ConfigError, and then changes
-        nothing.
-        """
-        keys = load_keys(config.access)
+    def read_keys(self) -> None:
+        """Read the keys, again too. Raises ConfigError, and then changes nothing."""
+        config, keys = self._config, load_keys(self._config.access)
         check_open(config, keys)
         tenants = [tenant for tenant in config.tenants if tenant.name != OTHERS]
         self.tenants.configure(keys, tenants, config.tenant_defaults, self._loop.time())
-        self._admission = config.admission
-        self.aliases = config.aliases
-        self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
         """The tenant whose key the headers have: OpenAI's clients send it as `Authorization: Bearer KEY`,

@@ -1,23 +1,30 @@
 """The router's ASGI application: the ordinary routes by FastAPI, behind API keys and CORS.
 
 `ENDPOINTS` do not come here: the server hands them to the `Proxy`.
+
+Errors of its routes have OpenAI's form.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
 
+import fastapi
+import msgspec
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
-from pdserve.router.admission.gate import Gate
-from pdserve.router.api.endpoints import fold
-from pdserve.router.app.collector import collect
-from pdserve.router.app.error_handlers import refused
+from pdserve.metric import Labels
+from pdserve.router.admission.gate import Gate, gate_metrics
+from pdserve.router.api.endpoints import ENDPOINTS, MAX_SHOWN_CHARS, fold, not_found, similar
+from pdserve.router.api.errors import ErrorForm, error_body, error_headers, error_of
 from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import WITHOUT
@@ -25,10 +32,55 @@ from pdserve.router.http.asgi import Asgi, Message, Receive, Scope, Send, addres
 from pdserve.router.http.cors import Cors
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Snapshot, Stats
+from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.proxy.handle import Proxy
-from pdserve.router.request.request import request_id
+from pdserve.router.request.request import JSON, request_id
 from pdserve.router.request.traces import TraceFile
 from pdserve.tracing import Tracer
+
+OPENAI: Final[ErrorForm] = "openai"
+
+
+def refused(error: RequestError) -> Response:
+    """The answer of an ordinary route that is refused."""
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_of(error), error.status, headers, JSON.decode())
+
+
+def add_error_handlers(app: fastapi.FastAPI, more_paths: Iterable[str] = ()) -> None:
+    """Errors of the ordinary routes in OpenAI's form, or in that of the endpoint that was probably meant.
+    `more_paths`: served beside the application's own.
+    """
+
+    async def on_http(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        said, form = f"{path[:MAX_SHOWN_CHARS]}: {error.detail}", OPENAI
+        if error.status_code == 404:
+            known = [route.path for route in app.routes if isinstance(route, Route)]
+            known += more_paths
+            said = not_found(request.scope["method"], path, known)
+            if meant := ENDPOINTS.get(similar(path, known) or ""):
+                form = meant.errors
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # see `http.asgi`
+        body = error_body(error.status_code, said, form=form)
+        return Response(body, error.status_code, headers, media_type=JSON.decode())
+
+    async def on_refused(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return refused(error)
+
+    async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        said = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+        return Response(error_body(400, said), 400, media_type=JSON.decode())
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestError, on_refused)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
 """Ordinary routes that need no API key where others do."""
@@ -169,7 +221,7 @@ class Router:
 
     def reload(self) -> None:
         """Read the API keys anew. Raises ConfigError, and changes nothing then."""
-        self.gate.configure(self.config)
+        self.gate.read_keys()
 
     def reload_all(self) -> None:
         """The same, in all of the router's processes. The others only log what is wrong."""
@@ -200,3 +252,57 @@ class Router:
             "parent": parent,
             "max_model_len": self.fleet.context_length(model),
         }
+
+
+def collect(
+    stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, proxy: Proxy, now_s: float
+) -> Snapshot:
+    """All metrics as they are now."""
+    kinds = msgspec.structs.asdict(upstream.counts)
+    stats.show(
+        {
+            "requests_in_flight": len(proxy.running),
+            "sessions": len(proxy.placer.sessions),
+            "upstream_connections": {(kind,): count for kind, count in kinds.items()},
+            "upstream_connections_open": upstream.open_count,
+            "upstream_connections_idle": upstream.idle_count,
+            **_of_elastic(fleet, proxy.placer.elastic, now_s),
+            **_of_workers(fleet),
+            **gate_metrics(gate),
+        }
+    )
+    stats.queue_wait = gate.queue_wait
+    return stats.snapshot()
+
+
+def _of_workers(fleet: Fleet) -> dict[str, dict[Labels, int]]:
+    workers = {(worker.id, worker.role): worker for worker in fleet.workers}
+    in_flight: dict[Labels, int] = dict.fromkeys(workers, 0)
+    for worker in fleet.members.at_work:
+        key = worker.id, worker.role
+        in_flight[key] = in_flight.get(key, 0) + worker.in_flight
+    return {
+        "worker_requests_in_flight": in_flight,
+        "worker_healthy": {key: int(w.ready and w.refused is None) for key, w in workers.items()},
+        "worker_draining": {key: int(w.draining) for key, w in workers.items()},
+        "worker_circuit_open": {key: int(w.circuit.retry_at_s > 0) for key, w in workers.items()},
+        "worker_refused": {key: int(w.refused is not None) for key, w in workers.items()},
+    }
+
+
+def _of_elastic(fleet: Fleet, elastic: ElasticRoles, now_s: float) -> dict[str, dict[Labels, float]]:
+    wanted: dict[Labels, float] = {}
+    prefills: dict[Labels, float] = {}
+    for model in fleet.models:
+        snapshot = fleet.snapshot(model, now_s)
+        if elastic.counts(snapshot):
+            roles = {w.role for w in fleet.workers if w.info is not None and w.info.model == model}
+            of_role = elastic.wanted_of_role(snapshot, roles, now_s)
+            wanted |= {(model, role): round(workers, 3) for role, workers in of_role.items()}
+        prefilling = elastic.prefilling(model)
+        prefills |= {(w.id, w.role): float(w.id in prefilling) for w in snapshot.elastic}
+    return {
+        "workers_wanted": wanted,
+        "worker_prefills": prefills,
+        "duty_changes": {(model,): float(count) for model, count in elastic.changes().items()},
+    }

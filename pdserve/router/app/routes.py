@@ -28,8 +28,7 @@ from pdserve.router.api.errors import (
     TooManyError,
     convert_error,
 )
-from pdserve.router.app.error_handlers import add_error_handlers
-from pdserve.router.app.router import ADMIN_PATHS, Router
+from pdserve.router.app.router import ADMIN_PATHS, Router, add_error_handlers
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.asgi import address_of
 from pdserve.router.http.tls import UpstreamError

@@ -373,8 +373,8 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     request.prefill_id, request.prefill_cached = worker.id_header, CACHED_WORDS % tokens
     if request.plan.handoff == "pool":
         request.turns_line, request.published_s = turns_line, report.publish_ms / 1e3
-        if report.first.isalnum():  # else it could end the header
-            request.cached_before += b"x-pdserve-first: %b\r\n" % report.first.encode()
+        if (first := report.first) and first.isalnum():  # else it could end the header
+            request.cached_before += b"x-pdserve-first: %b\r\n" % first.encode()
     if meter is not None:
         meter.prompt_tokens = prompt_tokens
     if report.missing_pages:

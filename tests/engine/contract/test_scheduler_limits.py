@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.contract.scheduler_limits import (
+from pdserve.engine.contract.sampling import (
     GRAMMARS,
     MAX_LOGPROBS,
     bound_sampling,

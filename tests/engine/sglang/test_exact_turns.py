@@ -19,6 +19,7 @@ from pdserve.engine.demo.chat import END_OF_TEXT, TURN_END
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, tokenizer_of
+from pdserve.engine.sglang.long_texts import SHORT_CHARS
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, named_tokens
 from pdserve.engine.sglang.serving import chat_class
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
@@ -102,6 +103,31 @@ async def answered(turns: SglangTurns, request: Any, answer: list[int]) -> list[
     prompt = list(request.input_ids)
     await turns.end(turn, http, prompt, [*answer, end()])
     return [*prompt, *answer, end()]
+
+
+def test_a_long_chat_is_encoded_once_and_each_request_has_a_list_of_its_own(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, texts = serving.tokenizer_manager.tokenizer, []
+    original = tokenizer.encode
+
+    def encode(text: str, **how: Any) -> Any:
+        texts.append(text)
+        return original(text, **how)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    long = [{"role": "user", "content": "many words " * SHORT_CHARS}]
+    first = serving.rendered(long)
+    wanted = list(first)
+    first.append(0)
+    again = serving.rendered(long)
+    assert (list(again), again.text) == (wanted, first.text)
+    assert len(texts) == 1
+    serving.rendered([{"role": "user", "content": "other words " * SHORT_CHARS}])
+    assert len(texts) == 2
+    serving.encodings.clear()
+    assert list(serving.rendered(long)) == wanted
+    assert len(texts) == 3
 
 
 async def test_a_chat_keeps_its_text_and_the_next_one_its_tokens(serving: Any) -> None:

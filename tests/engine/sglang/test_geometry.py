@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
-from pdserve.engine import fingerprints, model_dir
+from pdserve.engine import model_dir
 from pdserve.engine.sglang import geometry
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
@@ -199,7 +199,7 @@ def test_a_checkpoint_quantized_for_fp8_pages_has_them_without_being_told(
 def test_weights_are_read_once_from_start_to_start(
     identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "SETTLED_S", -10.0)  # the files were just written
+    monkeypatch.setattr(model_dir, "SETTLED_S", -10.0)  # the files were just written
     before = identity()
 
     def model_fingerprint(path: Path) -> str:

@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.model_dir import bind_address
-from pdserve.engine.sglang.http_server import HttpServer
+from pdserve.engine.sglang.http_server import BoundedHeads, HttpServer
 from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 

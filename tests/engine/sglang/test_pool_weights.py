@@ -18,11 +18,11 @@ from pdserve.engine.sglang import pool_weights
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.weights import catalog
 from pdserve.kvpool.weights.files import FILES_VARIABLE
+from pdserve.kvpool.weights.manifest import TensorPlace
 from pdserve.kvpool.weights.model import open_model
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.place import POOL_VARIABLE, tell_children
 from pdserve.kvpool.weights.push import push
-from pdserve.kvpool.weights.tensors import TensorPlace
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import ROOMY, files_in, pool_config, store_of
 from tests.support.kvpool.nodes import small_config

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-from pdserve.engine.sglang import warm_up as module
-from pdserve.engine.sglang.warm_up import warm_up
+from pdserve.engine.sglang import server as module
+from pdserve.engine.sglang.server import warm_up
 
 
 class Manager:

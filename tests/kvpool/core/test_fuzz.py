@@ -16,26 +16,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.core.events import (
-    Action,
-    Answer,
-    Close,
-    Connected,
-    Disconnected,
-    LoadPages,
-    OpenSpace,
-    PagesFound,
-    PagesLoaded,
-    PagesMoved,
-    PagesStored,
-    Received,
-    StartReceive,
-    StartSend,
-    StorePages,
-    Tick,
-    TransferDone,
-    TransfersDone,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.namespaces.catalog import page_tokens
@@ -71,7 +52,7 @@ class Fuzzed:
         self.pending: list[Any] = []  # events that the shell owes
         self.namespaces: list[int] = []
         self.held: list[tuple[int, int, int]] = []  # connection, slot and sequence of grants and pins
-        self.handle(PagesFound(0, (), 0, last=True))
+        self.handle(ev.PagesFound(0, (), 0, last=True))
         if innocent:
             self.protect()
         for path in PATHS:
@@ -95,7 +76,7 @@ class Fuzzed:
     def connect(self, path: m.DataPathName, *, peer: bool = False) -> None:
         self.last += 1
         self.connections.append(self.last)
-        self.handle(Connected(self.last, path, "fuzz", 1, peer, digest("t")))
+        self.handle(ev.Connected(self.last, path, "fuzz", 1, peer, digest("t")))
 
     def step(self) -> None:
         connection, kind = self.random.choice(self.connections), self.random.choice(KINDS)
@@ -108,20 +89,20 @@ class Fuzzed:
             return
         if isinstance(received, m.Clear) and received.namespace == self.innocent:
             return  # everybody may
-        self.handle(Received(connection, received))
+        self.handle(ev.Received(connection, received))
         chance = self.random.random()
         if chance < 0.05:
             self.node.now_s += self.random.choice([0.01, 1.0, 40.0])
-            self.handle(Tick())
+            self.handle(ev.Tick())
         elif chance < 0.3 and self.pending:
             owed = self.pending.pop(self.random.randrange(len(self.pending)))
-            if isinstance(owed, TransferDone):
-                owed = TransfersDone([owed, *self.ended(self.random.randrange(4))])
+            if isinstance(owed, ev.TransferDone):
+                owed = ev.TransfersDone([owed, *self.ended(self.random.randrange(4))])
             self.handle(owed)
 
-    def ended(self, most: int) -> list[TransferDone]:
+    def ended(self, most: int) -> list[ev.TransferDone]:
         """Further transfers that have ended by now."""
-        found = [one for one in self.pending if isinstance(one, TransferDone)][:most]
+        found = [one for one in self.pending if isinstance(one, ev.TransferDone)][:most]
         self.pending = [one for one in self.pending if one not in found]
         return found
 
@@ -147,37 +128,39 @@ class Fuzzed:
         for action in self.state.handle(event, self.node.now_s):
             self.carry_out(action)
 
-    def carry_out(self, action: Action) -> None:
+    def carry_out(self, action: ev.Action) -> None:
         match action:
-            case Answer():
+            case ev.Answer():
                 encode_frame(action.message)
                 self.remember(action.connection, action.message)
-            case Close():
+            case ev.Close():
                 if action.connection in self.connections:
                     place = self.connections.index(action.connection)
                     del self.connections[place]
-                    self.pending.append(Disconnected(action.connection, by_peer=False))
+                    self.pending.append(ev.Disconnected(action.connection, by_peer=False))
                     self.connect(self.random.choice(PATHS), peer=self.random.random() < 0.3)
-            case StartSend() | StartReceive():
+            case ev.StartSend() | ev.StartReceive():
                 slots = self.state.store.slots
                 slot_bytes = slots.slab_class[action.offset // slots.slab_bytes]
                 assert action.offset % slots.slab_bytes % slot_bytes == 0
                 assert sum(action.segment_bytes) <= slot_bytes, "more than the page's own slot"
-                self.pending.append(TransferDone(action.connection, action.tag, self.random.random() < 0.8))
-            case StorePages():
+                self.pending.append(
+                    ev.TransferDone(action.connection, action.tag, self.random.random() < 0.8)
+                )
+            case ev.StorePages():
                 slots = tuple(one.slot for one in action.pages)
                 statuses = tuple(self.random.choice([STORED, STORED, REFUSED]) for _ in slots)
-                self.pending.append(PagesStored(action.tier, slots, statuses, 0, False))
-            case LoadPages():
+                self.pending.append(ev.PagesStored(action.tier, slots, statuses, 0, False))
+            case ev.LoadPages():
                 slots = tuple(one.slot for one in action.pages)
                 statuses = tuple(self.random.choice([LOADED, LOADED, CORRUPT, GONE]) for _ in slots)
-                self.pending.append(PagesLoaded(action.tier, slots, statuses, tuple(7 for _ in slots)))
-            case PagesMoved():
+                self.pending.append(ev.PagesLoaded(action.tier, slots, statuses, tuple(7 for _ in slots)))
+            case ev.PagesMoved():
                 known = self.state.namespaces
                 if action.namespace in known:
                     tokens = page_tokens(known[action.namespace].geometry)
                     Blocks().batch([Told("a", tokens, one, "dram") for one in action.keys], 1.0)
-            case OpenSpace():
+            case ev.OpenSpace():
                 assert 1 <= action.facts.item_bytes <= 16
                 msgspec.msgpack.encode(action.facts.item_bytes)
 
@@ -198,7 +181,7 @@ def test_no_message_that_can_be_decoded_raises_in_the_node(rules: Rules) -> None
     for seed in range(SEEDS):
         fuzzed = Fuzzed(seed, rules, innocent=not rules.admin_token and seed % 2 == 1)
         for name in "abc":
-            fuzzed.handle(Received(fuzzed.connections[0], m.OpenNamespace(1, name, {})))
+            fuzzed.handle(ev.Received(fuzzed.connections[0], m.OpenNamespace(1, name, {})))
         for step in range(400):
             try:
                 fuzzed.step()

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core import namespace_admin
-from pdserve.kvpool.core.events import (
-    Answer,
-    PublishNamespace,
-    RecordsLearned,
-    SaveNamespaces,
-)
 from pdserve.kvpool.core.namespace_admin import Rules, nearest
 from pdserve.kvpool.namespaces import registry
 from pdserve.kvpool.namespaces.access import KEPT
@@ -60,7 +55,7 @@ def drop(node: Node, connection: int, name: str) -> int:
 
 
 def learn(node: Node, *records: NamespaceRecord) -> None:
-    node.do(RecordsLearned(list(records)))
+    node.do(ev.RecordsLearned(list(records)))
 
 
 # --- making
@@ -71,11 +66,11 @@ def test_opening_makes_a_namespace_and_tells_the_other_nodes_once() -> None:
     a, b = node.connect(), node.connect()
     actions = node.send(a, m.OpenNamespace(1, "ns", {"dtype": "bf16"}))
     made = NamespaceRecord("ns", 1, 1, {"dtype": "bf16"}, NamespaceSettings(weight=2.0))
-    assert actions[0] == PublishNamespace(made)
-    assert isinstance(actions[1], SaveNamespaces)
-    assert actions[2] == Answer(a, m.Opened(1, 1, ALL, 64 * KIB))
+    assert actions[0] == ev.PublishNamespace(made)
+    assert isinstance(actions[1], ev.SaveNamespaces)
+    assert actions[2] == ev.Answer(a, m.Opened(1, 1, ALL, 64 * KIB))
     second = m.Opened(2, 1, ALL, largest_page_bytes=64 * KIB)
-    assert node.send(b, m.OpenNamespace(2, "ns", {"dtype": "bf16"})) == [Answer(b, second)]
+    assert node.send(b, m.OpenNamespace(2, "ns", {"dtype": "bf16"})) == [ev.Answer(b, second)]
 
 
 def test_the_first_worker_decides_the_geometry_of_a_namespace_made_by_an_administrator() -> None:
@@ -136,10 +131,10 @@ def test_what_goes_is_saved_before_its_pages_are_freed() -> None:
     a = node.connect()
     node.put(a, node.open(a), 1)
     actions = node.send(a, m.DropNamespace(1, "ns"))
-    assert isinstance(actions[0], SaveNamespaces)
+    assert isinstance(actions[0], ev.SaveNamespaces)
     assert Namespaces.load(actions[0].text).numbers == []
-    assert isinstance(actions[-2], PublishNamespace)
-    assert actions[-1] == Answer(a, m.Done(1, 1))
+    assert isinstance(actions[-2], ev.PublishNamespace)
+    assert actions[-1] == ev.Answer(a, m.Done(1, 1))
 
 
 def test_a_new_revision_takes_over_and_the_old_one_is_gone_until_an_administrator_wants_it_back() -> None:
@@ -202,7 +197,7 @@ def test_what_other_nodes_know_ends_pages_of_an_older_generation_or_another_geom
     else:
         assert "unknown_namespace" in fault(node, a, m.Exists(9, ns, [key(1)]))
     assert record(node, news.name).settings == news.settings
-    assert node.do(RecordsLearned([news, NamespaceRecord("ns", 0, 0, {})])) == []
+    assert node.do(ev.RecordsLearned([news, NamespaceRecord("ns", 0, 0, {})])) == []
 
 
 def test_nodes_exchange_no_pages_of_different_generations_and_bring_nothing_back() -> None:
@@ -270,6 +265,9 @@ MAY_BE_ASKED: dict[str, tuple[Callable[[int], m.Request], str]] = {
     "put": (lambda ns: c.PutNamespace(1, "ns", GUARDED), ADMINS),
     "replace": (lambda ns: c.ReplaceNamespace(1, "ns", "next"), ADMINS),
     "drop": (lambda ns: m.DropNamespace(1, "ns"), ADMINS),
+    "drop a tenant's": (lambda ns: m.DropNamespace(1, "ns#acme"), ADMINS),
+    "drop a tenant of no model": (lambda ns: m.DropNamespace(1, "#acme"), "root node"),
+    "erase": (lambda ns: m.Erase(1, ns, [key(1)]), ADMINS),
     "list namespaces": (lambda ns: c.ListNamespaces(1), ADMINS),
     "open a new one": (lambda ns: m.OpenNamespace(1, "new", {}), "root node"),
     "put a new one": (lambda ns: c.PutNamespace(1, "new", GUARDED), "root node"),
@@ -279,6 +277,8 @@ MAY_BE_ASKED: dict[str, tuple[Callable[[int], m.Request], str]] = {
     "upgrade": (lambda ns: c.Upgrade(1), "root node"),
     "probe": (lambda ns: c.ProbePeer(1, "n1"), "node"),
 }
+HAD_DONE_BY_ALL = m.Clear | m.Discard | m.Erase | m.DropNamespace
+"""What a node that has others asks them for with its own rights, before it does it itself."""
 ROLES = {"nobody": "", "guesser": "x", "reader": "r", "writer": "w", "admin": "a", "root": "root", "node": ""}
 
 
@@ -293,6 +293,8 @@ def test_who_may_do_what(operation: str) -> None:
         drop(node, root, "dropped")
         known = len(node.state.namespaces.registry)
         client = node.connect(token=token, peer=role == "node")
+        if isinstance(make(ns), HAD_DONE_BY_ALL):
+            assert bool(node.state.refusal(client, make(ns))) == (role not in may.split()), role
         said = answers(node.send(client, make(ns)), client)
         refused = [one for one in said if isinstance(one, m.Fault) and one.code == "access_denied"]
         assert bool(refused) == (role not in may.split()), (role, said)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.core import page_listing
+from pdserve.kvpool.core import lookups
 from pdserve.kvpool.core.events import PagesFound
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.protocol import messages as m
@@ -37,7 +37,7 @@ def test_every_page_is_listed_once_with_its_place_whatever_the_limit(
     first: set[int], second: set[int], below: set[int], limit: int, scan: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_listing, "SCAN_SLOTS", scan)
+        patch.setattr(lookups, "SCAN_SLOTS", scan)
         node = Node(slabs=8, tiers=[TierSpec("ssd:/a", "ssd", 1 << 30)])
         c = node.connect()
         spaces = {name: node.open(c, name) for name in ("a", "b")}

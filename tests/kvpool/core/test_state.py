@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.kvpool.core.events import (
-    Answer,
-    AssignSlab,
-    Close,
-    CommitRows,
-    Connected,
-    FreeRows,
-    Received,
-    ReserveRows,
-    SaveNamespaces,
-    Tick,
-    TransferDone,
-    TransfersDone,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
 from tests.support.kvpool.profiled import calls_of
@@ -32,18 +19,18 @@ def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
     actions = node.send(c, m.Reserve(9, ns, [key(1)], [100, 200]))
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
     assert actions == [
-        AssignSlab(0, 4 * KIB),
-        ReserveRows([grant.slot], space),
-        Answer(c, m.Reserved(9, [grant])),
+        ev.AssignSlab(0, 4 * KIB),
+        ev.ReserveRows([grant.slot], space),
+        ev.Answer(c, m.Reserved(9, [grant])),
     ]
     assert node.send(c, commit(10, grant, checksum=5)) == [
-        CommitRows([grant.slot], [key(1)], [space], [300], [5], [grant.sequence], node.now_s),
-        Answer(c, m.Committed(10, b"\1")),
+        ev.CommitRows([grant.slot], [key(1)], [space], [300], [5], [grant.sequence], node.now_s),
+        ev.Answer(c, m.Committed(10, b"\1")),
     ]
     cleared = node.send(c, m.Clear(11, ns))
-    assert cleared[:2] == [FreeRows([0]), AssignSlab(0, 0)]
-    assert isinstance(cleared[2], SaveNamespaces)
-    assert cleared[3:] == [Answer(c, m.Done(11, 1))]
+    assert cleared[:2] == [ev.FreeRows([0]), ev.AssignSlab(0, 0)]
+    assert isinstance(cleared[2], ev.SaveNamespaces)
+    assert cleared[3:] == [ev.Answer(c, m.Done(11, 1))]
 
 
 def test_exists_is_no_use_of_a_page_but_get_is() -> None:
@@ -162,8 +149,8 @@ def test_ucx_pages_that_came_together_are_committed_together_and_one_that_failed
     grants = node.reserve(c, node.open(c), 1, 2, 3)
     assert answers(node.send(c, commit(9, *grants)), c) == []
     ends = zip(grants, (True, False, True), strict=True)
-    actions = node.do(TransfersDone([TransferDone(c, grant.tag, ok) for grant, ok in ends]))
-    [rows] = [one for one in actions if isinstance(one, CommitRows)]
+    actions = node.do(ev.TransfersDone([ev.TransferDone(c, grant.tag, ok) for grant, ok in ends]))
+    [rows] = [one for one in actions if isinstance(one, ev.CommitRows)]
     assert rows.slots == [grants[0].slot, grants[2].slot]
     assert answers(actions, c) == [m.Committed(9, b"\1\0\1")]
 
@@ -192,8 +179,8 @@ def test_what_contradicts_itself_or_cannot_be_carried_out_is_refused(request_: m
 def test_a_second_hello_closes_the_connection_and_what_a_closed_one_asks_is_passed_over() -> None:
     node = Node()
     c = node.connect()
-    assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "a second Hello")]
-    assert node.do(Received(99, m.Ping(1))) == []
+    assert node.send(c, m.Hello(1, "x", 1, "h")) == [ev.Close(c, "a second Hello")]
+    assert node.do(ev.Received(99, m.Ping(1))) == []
 
 
 def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:
@@ -202,7 +189,7 @@ def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:
         node, client, ns = opened()
         node.put(client, ns, 1)
         for number in range(connections):
-            node.state.handle(Connected(1000 + number, "shm", "idle", 1), node.now_s)
+            node.state.handle(ev.Connected(1000 + number, "shm", "idle", 1), node.now_s)
         node.get(client, ns, 1)
-        calls.append(calls_of(lambda: node.state.handle(Tick(), node.now_s + 0.5)))  # noqa: B023
+        calls.append(calls_of(lambda: node.state.handle(ev.Tick(), node.now_s + 0.5)))  # noqa: B023
     assert calls[1] <= calls[0] + 10

@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.core.events import (
-    Action,
-    ErasePages,
-    FreeRows,
-    PagesErased,
-    PublishNamespace,
-    RecordsLearned,
-    SaveNamespaces,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.store import lazy_free
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
@@ -218,8 +210,8 @@ def refusal(node: Node, client: int, request: m.Request) -> str:
 # --- erasing
 
 
-def wiped(actions: list[Action]) -> list[tuple[int, int]]:
-    return [one for action in actions if isinstance(action, FreeRows) for one in action.wipe]
+def wiped(actions: list[ev.Action]) -> list[tuple[int, int]]:
+    return [one for action in actions if isinstance(action, ev.FreeRows) for one in action.wipe]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -250,13 +242,15 @@ def test_an_erasure_waits_for_the_tiers_and_says_what_is_left_when_they_do_not_a
     a = open_tenant(node, client, "a")
     node.put(client, a, 1)
     told = node.send(client, m.Erase(5, a, [key(1)]))
-    [asked] = [one for one in told if isinstance(one, ErasePages)]
+    [asked] = [one for one in told if isinstance(one, ev.ErasePages)]
     assert asked.keys == (key(1),)
     assert answers(told + node.pass_time(1), client) == []
-    assert answers(node.do(PagesErased(asked.ticket)), client) == [m.Done(5, 1)]
+    assert answers(node.do(ev.PagesErased(asked.ticket)), client) == [m.Done(5, 1)]
     for problem, hint in [("disk", "disk"), ("", "tiers that have not answered")]:
-        [asked] = [one for one in node.send(client, m.Erase(6, a, [key(1)])) if isinstance(one, ErasePages)]
-        actions = node.do(PagesErased(asked.ticket, problem)) if problem else node.pass_time(61)
+        [asked] = [
+            one for one in node.send(client, m.Erase(6, a, [key(1)])) if isinstance(one, ev.ErasePages)
+        ]
+        actions = node.do(ev.PagesErased(asked.ticket, problem)) if problem else node.pass_time(61)
         [found] = answers(actions, client)
         assert isinstance(found, m.Fault)
         assert found.code == "not_erased"
@@ -307,12 +301,12 @@ def test_a_node_that_was_away_drops_what_was_deleted_meanwhile_and_keeps_what_ca
     client = away.connect()
     away.put(client, open_tenant(away, client, "a"), 1)
     drop(here, "#a")
-    told = [one.record for one in here.actions if isinstance(one, PublishNamespace)]
-    away.do(RecordsLearned(told))
+    told = [one.record for one in here.actions if isinstance(one, ev.PublishNamespace)]
+    away.do(ev.RecordsLearned(told))
     assert pages_of(away, "m#a") == 0
     assert refusal_of_peer(away, generation=1) == "unknown_namespace"
     away.put(client, open_tenant(away, client, "a"), 2)
-    away.do(RecordsLearned(told))
+    away.do(ev.RecordsLearned(told))
     assert pages_of(away, "m#a") == 1
     assert refusal_of_peer(away, generation=1) == "unknown_namespace"
 
@@ -336,12 +330,12 @@ def test_a_node_that_was_away_when_single_pages_were_erased_voids_its_own(
             node.put(client, number, 1)
     here.now_s += 5
     here.send(client, m.Erase(1, numbers[0], [key(2)], named))
-    told = [one.record for one in here.actions if isinstance(one, PublishNamespace)]
+    told = [one.record for one in here.actions if isinstance(one, ev.PublishNamespace)]
     assert pages_of(here, "m#a") == 1, "nothing but the page is erased here"
-    away.do(RecordsLearned(told))
+    away.do(ev.RecordsLearned(told))
     assert [pages_of(away, f"m#{tenant}") for tenant in "ab"] == [not is_void, 1]
     away.put(client, numbers[0], 3)
-    away.do(RecordsLearned(told))
+    away.do(ev.RecordsLearned(told))
     assert pages_of(away, "m#a") == 2 - is_void, "once is enough"
 
 
@@ -383,7 +377,7 @@ def test_a_restart_finds_tenants_as_they_were() -> None:
     open_tenant(node, client, "a")
     open_tenant(node, client, "b")
     drop(node, "#b")
-    saved = [one.text for one in node.actions if isinstance(one, SaveNamespaces)][-1]
+    saved = [one.text for one in node.actions if isinstance(one, ev.SaveNamespaces)][-1]
     found = Namespaces.load(saved)
     assert {one.name: one.geometry for one in found} == {n: {"dtype": "bf16"} for n in ("m", "m#a")}
     assert saved.count("bf16") == 2  # the list's, and the record's of the model

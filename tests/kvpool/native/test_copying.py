@@ -20,7 +20,7 @@ from pdserve.kvpool.protocol.messages import GRANTED, HIT, Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned, checksum_page
 from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED, TableLayout
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
-from pdserve.kvpool.transports.mapped import MappedPages
+from pdserve.kvpool.transports.shm import MappedPages
 
 MIB = 1 << 20
 LAYOUT = TableLayout(arena_bytes=4 * MIB, slab_bytes=MIB, min_slot_bytes=MIB // 4)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.kvpool.native import build, frames
-from pdserve.kvpool.native.frames import exchange
+from pdserve.kvpool.native import build, sockets
+from pdserve.kvpool.native.sockets import exchange
 from tests.support.waiting import soon
 
 compiled = build.compiled()
@@ -22,7 +22,7 @@ def pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Our end, and the other one."""
-    monkeypatch.setattr(frames, "compiled", lambda: compiled if request.param else None)
+    monkeypatch.setattr(sockets, "compiled", lambda: compiled if request.param else None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, theirs

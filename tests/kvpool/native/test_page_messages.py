@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.native import build, page_messages
+from pdserve.kvpool.native import build, sockets
 from pdserve.kvpool.protocol.page_bytes import PageBuffers, checksum_page
 from pdserve.kvpool.transports.tcp.stream import HEADER, WITHDRAWN
 from tests.support.waiting import soon
@@ -68,16 +68,14 @@ def test_pages_arrive_as_they_were_sent_however_they_are_cut(
     sums: list[list[int]] = []
     with ends() as (ours, theirs):
         thread = threading.Thread(
-            target=lambda: sums.append(
-                page_messages.send(ours, tags, sent, checksum=checksum, deadline_s=soon())
-            )
+            target=lambda: sums.append(sockets.send(ours, tags, sent, checksum=checksum, deadline_s=soon()))
         )
         thread.start()
         theirs.setblocking(True)
         head = bytearray(theirs.recv(early_bytes, socket.MSG_WAITALL)) if early_bytes else bytearray()
         theirs.setblocking(False)
         early, head = len(head), head.ljust(HEADER.size, b"\0")
-        got = page_messages.receive(
+        got = sockets.receive(
             theirs, memoryview(head), early, tags, into, checksum=checksum, deadline_s=soon()
         )
         thread.join()
@@ -93,10 +91,10 @@ def test_another_message_is_left_to_who_understands_it(
 ) -> None:
     ours, theirs = pair
     sent, into = pages_of(1, [300]), room_for(2, [300])
-    page_messages.send(ours, [4], sent, checksum=True, deadline_s=soon())
+    sockets.send(ours, [4], sent, checksum=True, deadline_s=soon())
     ours.send(HEADER.pack(*other) + b"rest")
     head = memoryview(bytearray(HEADER.size))
-    got = page_messages.receive(theirs, head, 0, [4, 7], into, checksum=True, deadline_s=soon())
+    got = sockets.receive(theirs, head, 0, [4, 7], into, checksum=True, deadline_s=soon())
     assert got == ([checksum_page(sent[0])], HEADER.size)
     assert HEADER.unpack(head) == other
     assert theirs.recv(99) == b"rest"
@@ -108,22 +106,22 @@ def test_a_silent_end_costs_the_deadline_and_an_end_that_is_gone_an_error(
 ) -> None:
     large = pages_of(8, [1 << 20])
     with pytest.raises(TimeoutError):
-        page_messages.send(pair[0], list(range(8)), large, checksum=False, deadline_s=soon(0.05))
+        sockets.send(pair[0], list(range(8)), large, checksum=False, deadline_s=soon(0.05))
     for half in (b"", HEADER.pack(4, 300), HEADER.pack(4, 300) + b"half a page"):
         with ends() as (ours, theirs):
             ours.send(half)
             arguments = (theirs, memoryview(bytearray(HEADER.size)), 0, [4], room_for(1, [300]))
             with pytest.raises(TimeoutError):
-                page_messages.receive(*arguments, checksum=True, deadline_s=soon(0.02))
+                sockets.receive(*arguments, checksum=True, deadline_s=soon(0.02))
             least_bytes = theirs.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
             assert least_bytes == 1, "whoever reads on is woken by any byte"
             ours.close()
             with pytest.raises(ConnectionError):
-                page_messages.receive(*arguments, checksum=True, deadline_s=soon())
+                sockets.receive(*arguments, checksum=True, deadline_s=soon())
     with ends() as (ours, theirs):
         theirs.close()
         with pytest.raises(ConnectionError):
-            page_messages.send(ours, list(range(8)), large, checksum=True, deadline_s=soon())
+            sockets.send(ours, list(range(8)), large, checksum=True, deadline_s=soon())
 
 
 def test_numbers_that_are_none_are_refused_before_anything_is_sent(
@@ -133,11 +131,11 @@ def test_numbers_that_are_none_are_refused_before_anything_is_sent(
     pages = pages_of(2, [300])
     for tags in ([1], [1, -1], [1, 1 << 64]):
         with pytest.raises((ValueError, OverflowError)):
-            page_messages.send(ours, tags, pages, checksum=True, deadline_s=soon())
+            sockets.send(ours, tags, pages, checksum=True, deadline_s=soon())
     with pytest.raises(ValueError, match="too short"):
-        page_messages.send(ours, [1], [[np.zeros(0, np.uint8)]], checksum=False, deadline_s=soon())
+        sockets.send(ours, [1], [[np.zeros(0, np.uint8)]], checksum=False, deadline_s=soon())
     with pytest.raises((BufferError, ValueError)):
-        page_messages.receive(
+        sockets.receive(
             theirs, memoryview(bytearray(HEADER.size)), 0, [1, 2], pages, checksum=True, deadline_s=soon()
         )
     ours.close()

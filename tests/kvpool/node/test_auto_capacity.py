@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.kvpool.node.auto_capacity import Host, auto_capacity, with_capacity
+from pdserve.kvpool.node.bootstrap import Host, auto_capacity, with_capacity
 from tests.support.kvpool.nodes import small_config
 
 MIB, GIB = 1 << 20, 1 << 30

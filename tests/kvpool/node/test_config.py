@@ -9,10 +9,15 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.admission import check_open, rules_of
-from pdserve.kvpool.node.config.cluster import ClusterConfig
-from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
-from pdserve.kvpool.node.config.node import PoolNodeConfig, UcxConfig, with_secrets
+from pdserve.kvpool.node.config import (
+    ClusterConfig,
+    EventsConfig,
+    NamespaceConfig,
+    NamespaceDefaults,
+    PoolNodeConfig,
+    UcxConfig,
+    with_secrets,
+)
 from pdserve.security.tokens import digest
 from pdserve.settings.config_file import load_config
 from pdserve.sizes import parse_bytes

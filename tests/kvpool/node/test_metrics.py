@@ -13,9 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.errors import StartupError
-from pdserve.kvpool.node.metrics.families import NodeSnapshot, families
+from pdserve.kvpool.node.metrics.families import METRICS, NodeSnapshot, families
 from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, Meter, Series
-from pdserve.kvpool.node.metrics.names import METRICS
 from pdserve.kvpool.node.metrics.server import MAX_HEAD_BYTES, MAX_SCRAPERS, MetricsServer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus

@@ -23,7 +23,7 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import ConfiguredConnector
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import UcxConfig
+from pdserve.kvpool.node.config import UcxConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as connection_module

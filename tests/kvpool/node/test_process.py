@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = """
 import sys
 import uvloop
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.process import run_node
 
 def run(serving):

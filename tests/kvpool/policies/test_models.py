@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.policies import lfu as lfu_module
 from pdserve.kvpool.policies import make_policy
+from pdserve.kvpool.policies import orders as lfu_module
 from pdserve.kvpool.policies.base import Links
-from pdserve.kvpool.policies.ghosts import Ghosts
-from pdserve.kvpool.policies.linked_list import NONE
-from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.policies.linked_list import NONE, Ghosts
+from pdserve.kvpool.policies.orders import Ttl
 from tests.support.suite.extended import examples
 
 SLOTS = 12

@@ -175,18 +175,19 @@ def test_late_reply_is_never_taken_for_the_next(peer_for: Callable[..., Peer]) -
 
 
 @pytest.mark.parametrize(
-    ("answers", "error"),
+    ("answers", "error", "words"),
     [
-        ([encode_frame(m.Fault(0, "protocol_version", "speaks version 9, not 1"))], PoolRefused),
-        ([encode_frame(m.Fault(0, "upgrading", "wait"))], PoolRestarting),
-        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], FrameError),
-        ([encode_frame(WELCOME), encode_frame(m.Done(99))], FrameError),
-        ([encode_frame(WELCOME), b""], PoolUnavailable),
+        ([encode_frame(m.Fault(0, "protocol_version", "speaks version 9"))], PoolRefused, "speaks version 9"),
+        ([encode_frame(m.Fault(0, "upgrading", "wait"))], PoolRestarting, "wait"),
+        ([encode_frame(m.Done(0))], FrameError, "answered Hello with Done"),
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], FrameError, ""),
+        ([encode_frame(WELCOME), encode_frame(m.Done(99))], FrameError, ""),
+        ([encode_frame(WELCOME), b""], PoolUnavailable, "closed the connection|went away"),
     ],
-    ids=["refused", "upgrading", "no pool node", "never sent", "gone"],
+    ids=["refused", "upgrading", "no welcome", "no pool node", "never sent", "gone"],
 )
 def test_what_ends_the_session_is_raised_by_the_call_that_meets_it(
-    peer_for: Callable[..., Peer], answers: list[bytes], error: type[PoolError]
+    peer_for: Callable[..., Peer], answers: list[bytes], error: type[PoolError], words: str
 ) -> None:
     def script(peer: Peer) -> None:
         for answer in answers:
@@ -197,7 +198,7 @@ def test_what_ends_the_session_is_raised_by_the_call_that_meets_it(
         with contextlib.closing(ControlChannel.connect(address, HELLO, soon())) as channel:
             channel.call(m.Ping(1), soon())
 
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=words) as caught:
         use(peer_for(script).address)
     assert type(caught.value) is error
 

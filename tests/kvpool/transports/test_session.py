@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import GetView, View
+from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged
 from pdserve.kvpool.transports.session import (
@@ -134,24 +134,6 @@ def test_garbage_never_raises_and_ends_the_session_by_a_frame_error_if_at_all(
 
 
 @pytest.mark.parametrize(
-    ("greeting", "error", "words"),
-    [
-        (m.Fault(0, "protocol_version", "speaks version 9"), PoolRefused, "speaks version 9"),
-        (m.Fault(0, "upgrading", "wait"), PoolRestarting, "wait"),
-        (m.Done(0), FrameError, "answered Hello with Done"),
-    ],
-)
-def test_what_a_node_may_answer_to_a_hello(greeting: m.Reply, error: type[PoolError], words: str) -> None:
-    session = session_of()
-    [event] = session.receive(encode_frame(greeting))
-    assert session.ended is not None
-    assert type(session.ended) is error
-    assert words in str(session.ended)
-    assert getattr(event, "fault", None) == (greeting if isinstance(greeting, m.Fault) else None)
-    assert not session.greeted
-
-
-@pytest.mark.parametrize(
     ("end", "raised"),
     [
         (PoolTimeout("late"), PoolUnavailable),
@@ -172,23 +154,17 @@ def test_every_use_after_the_end_raises_and_says_why(end: PoolError, raised: typ
         assert type(caught.value) is raised
 
 
+def test_a_reply_comes_once() -> None:
+    session = session_of(m.Ping(1))
+    frames = [encode_frame(WELCOME), encode_frame(m.Done(1)), encode_frame(m.Done(1))]
+    assert kinds(feed(session, frames)) == ["Greeted", "Answered", "FrameError"]
+
+
 def test_the_end_of_the_stream_is_the_node_s_going() -> None:
     session = session_of(m.Ping(1))
     session.receive(encode_frame(WELCOME)[:-1])
     [event] = session.receive(b"")
     assert said(event).startswith("PoolUnavailable: pool node unix:/n closed the connection before it answer")
-
-
-def test_what_is_sent_are_the_frames_of_the_protocol() -> None:
-    session = session_of()
-    frames = FrameBuffer()
-    sent: list[m.Request] = [m.Ping(1), m.Release([3], [4]), GetView(2), m.Abort([], [])]
-    stream = session.greeting + b"".join(session.send(message) for message in sent)
-    assert [decode_request(body) for body in frames.feed(stream)] == [HELLO, *sent]
-    answers = [WELCOME, View(2, 8, []), m.Done(1)]
-    events = feed(session, [b"".join(encode_frame(reply) for reply in answers)])
-    assert kinds(events) == ["Greeted", "Answered", "Answered"]
-    assert kinds(feed(session, [encode_frame(m.Done(1))])) == ["FrameError"], "a reply comes once"
 
 
 def challenged(session: ControlSession, token: str) -> Challenged:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pdserve.kvpool.protocol.page_bytes import aligned
-from pdserve.kvpool.weights.buffers import Buffers
+from pdserve.kvpool.weights.streaming import Buffers
 
 SIZE = 1000
 

@@ -11,7 +11,7 @@ import pytest
 from pdserve.errors import WeightsError
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.transports.shm import ShmConnection
-from pdserve.kvpool.weights import catalog, reading, store, streaming
+from pdserve.kvpool.weights import catalog, store, streaming
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import WeightStore
@@ -74,7 +74,7 @@ class Rig:
 @pytest.fixture(autouse=True)
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A span is given out once it is read, so that the next one is read after what happens meanwhile."""
-    monkeypatch.setattr(reading, "PAUSE_S", 0.0)
+    monkeypatch.setattr(store, "PAUSE_S", 0.0)
     monkeypatch.setattr(streaming, "NEAR_BATCH_BYTES", MIB)
     monkeypatch.setattr(streaming.read_ahead, "__defaults__", (1, 2))
 

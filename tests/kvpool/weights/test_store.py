@@ -13,10 +13,10 @@ import pytest
 
 from pdserve.errors import PoolError, WeightsError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.node.config.cluster import ClusterConfig
+from pdserve.kvpool.node.config import ClusterConfig
 from pdserve.kvpool.weights import catalog
 from pdserve.kvpool.weights import push as pushing
-from pdserve.kvpool.weights.files import is_small, write_files
+from pdserve.kvpool.weights.files import LOCK, alone_in, is_small, write_files
 from pdserve.kvpool.weights.manifest import PAGE_BYTES
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
@@ -86,6 +86,33 @@ def test_a_model_is_read_back_as_it_was_pushed_and_a_second_push_writes_nothing(
     done = push(store, model, BASE)
     assert (done.was_there, done.written_pages) == (True, 0)
     assert held_bytes(node) == held
+
+
+def test_one_pull_at_a_time_writes_into_a_directory(tmp_path: Path) -> None:
+    with alone_in(tmp_path):
+        with pytest.raises(WeightsError, match="another pull writes there"), alone_in(tmp_path):
+            pytest.fail("two at once")
+        (tmp_path / "other").mkdir()
+        with alone_in(tmp_path / "other"):
+            pass
+    with pytest.raises(ZeroDivisionError), alone_in(tmp_path):
+        raise ZeroDivisionError
+    with alone_in(tmp_path):
+        pass
+    with pytest.raises(WeightsError, match="No such file"), alone_in(tmp_path / "gone"):
+        pytest.fail("there is nothing to lock")
+
+
+def test_a_lock_is_no_file_of_the_model_and_no_link_is_followed(
+    store: WeightStore, model: Path, tmp_path: Path
+) -> None:
+    with alone_in(model):
+        push(store, model, BASE)
+    assert LOCK not in {file.path for file in store.manifest(BASE).files}
+    (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError), alone_in(tmp_path):
+        pytest.fail("a link leads elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_fine_tune_shares_the_tensors_that_it_left_alone(

@@ -14,13 +14,16 @@ from pdserve.kvpool.weights.manifest import (
     LARGE_TENSOR_BYTES,
     PAGE_BYTES,
     REST_BYTES,
+    BadHeader,
     FileEntry,
     Piece,
+    TensorPlace,
     cuts,
+    header_bytes,
+    parse_header,
     run_starts,
 )
 from pdserve.kvpool.weights.streaming import cut_spans
-from pdserve.kvpool.weights.tensors import BadHeader, TensorPlace, header_bytes, parse_header
 
 MIB = 1 << 20
 

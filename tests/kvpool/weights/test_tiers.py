@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kvpool.node.config.node import TierConfig
+from pdserve.kvpool.node.config import TierConfig
 from pdserve.kvpool.weights import streaming
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push

@@ -6,17 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.router.admin.app import AdminApp
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.tenants.api_keys import key_line
-from tests.support.router.harness import Harness, disagg
+from tests.support.router.harness import disagg
+from tests.support.router.live_page import KEY, client_of
 from tests.support.router.mock_worker import (
     ANSWER,
     EVENTS,
@@ -32,15 +31,7 @@ from tests.support.router.mock_worker import (
 from tests.support.router.process import counted
 from tests.support.router.tenants import ALICE, BOB
 
-KEY = "administrators-key-of-this-test"
 ADMIN = Admin(key=KEY)
-
-
-def client_of(harness: Harness, key: str = KEY) -> httpx.AsyncClient:
-    app = AdminApp(harness.router)
-    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers)
 
 
 ROUTES = [

@@ -5,35 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.pages import ERASE, TENANTS
 from pdserve.router.config.router import Admin
-from pdserve.router.config.tenants import Access, Tenant
+from pdserve.router.config.tenants import Tenant
 from pdserve.router.sessions.keys import named
-from pdserve.router.tenants.api_keys import key_line
-from tests.support.router.harness import CHAT, Harness, disagg
+from tests.support.router.harness import CHAT, disagg
+from tests.support.router.live_page import KEY, client_of
 from tests.support.router.mock_worker import MockWorker, answer
-from tests.support.router.tenants import ALICE, BOB
+from tests.support.router.tenants import ALICE, BOB, keyed
 
-KEY = "administrators-key-of-this-test"
 HELD = {"tenants": {"team": {"n0": [5, 7], "n1": [1, 0]}, "": {"n0": [9, 9]}}, "problems": {"n2": "away"}}
-
-
-def client_of(harness: Harness) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(AdminApp(harness.router))  # type: ignore[arg-type]
-    headers = {"authorization": f"Bearer {KEY}"}
-    return httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers)
 
 
 def config(tmp_path: Path) -> dict[str, Any]:
     """Alice's cache has another name than she, and Bob shares his."""
-    keys = tmp_path / "keys"
-    keys.write_text(key_line("alice", ALICE) + key_line("bob", BOB))
     tenants = (Tenant(name="alice", cache="team"), Tenant(name="bob", cache="shared"))
-    return {"admin": Admin(key=KEY), "access": Access(keys_file=keys), "tenants": tenants}
+    return {"admin": Admin(key=KEY), "access": keyed(tmp_path), "tenants": tenants}
 
 
 async def test_the_bytes_of_a_tenants_cache_are_summed_over_nodes(tmp_path: Path) -> None:

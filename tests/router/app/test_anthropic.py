@@ -88,15 +88,3 @@ async def test_counting_tokens_is_charged_as_it_counts(monkeypatch: pytest.Monke
         use = harness.router.gate.tenants.all[0].use
         assert (use.prompt_tokens, use.output_tokens) == (512, 0)
         assert not prefill.requests
-
-
-async def test_two_prompts_that_differ_in_their_system_text_share_no_prefix() -> None:
-    async with disagg(decode=2, decode_policy="cache_aware") as (harness, _, _):
-        seen = harness.router.proxy.placer.prefixes
-        long = [{"role": "user", "content": "word " * 2000}]
-        await harness.post(MESSAGES, body(messages=long))
-        blocks = len(seen)
-        await harness.post(MESSAGES, body(messages=long))
-        assert len(seen) == blocks > 0
-        await harness.post(MESSAGES, body(messages=long, system="other"))
-        assert len(seen) == 2 * blocks

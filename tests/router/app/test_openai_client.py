@@ -54,32 +54,3 @@ async def test_embeddings_of_tenants_carry_their_salt(
             assert asked.status == status
             salts = [one.headers["x-pdserve-cache-salt"] for one in vectors.got(path)]
             assert salts == ['"tenant/acme"'] * knows_salts
-
-
-async def test_embeddings_go_to_workers_that_make_them_and_to_no_others() -> None:
-    writer = MockWorker("decode", "writer", namespace="w")
-    vectors = MockWorker("decode", "vectors", namespace="v", tasks=["embed"])
-    row = {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}
-    said = {
-        "object": "list",
-        "model": "vectors",
-        "data": [row],
-        "usage": {"prompt_tokens": 2, "total_tokens": 2},
-    }
-    vectors.script("/v1/embeddings", answer(200, said))
-    async with (
-        before(writer, vectors) as harness,
-        openai.AsyncOpenAI(base_url=harness.url + "/v1", api_key="x", max_retries=0) as client,
-    ):
-        made = await client.embeddings.create(model="vectors", input=["a b"], encoding_format="float")
-        assert made.data[0].embedding == [0.5, -1.0]
-        assert made.usage.prompt_tokens == 2
-        assert not writer.got("/v1/embeddings")
-        with pytest.raises(openai.BadRequestError, match="'writer' cannot do /v1/embeddings") as refused:
-            await client.embeddings.create(model="writer", input="a")
-        assert refused.value.code == "unsupported_endpoint"
-        with pytest.raises(openai.BadRequestError, match="'vectors' cannot do"):
-            await client.chat.completions.create(model="vectors", messages=MESSAGES)
-        for path in ("/tokenize", "/v1/detokenize"):
-            response = await harness.post(path, {"model": "vectors", "prompt": "a"})
-            assert response.headers["x-pdserve-decode"] == vectors.id

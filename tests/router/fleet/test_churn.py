@@ -125,28 +125,3 @@ async def test_a_worker_that_hangs_one_that_is_slow_and_one_that_restarts_stall_
         )
         assert max(times_s) < OF_FLEET.prefill_s + OF_FLEET.whole_answer_s + 5
         assert len(slow.got(CHAT)) < len(decodes[3].got(CHAT)), "it has more under way"
-
-
-@virtually
-async def test_prompts_that_no_cache_has_go_to_all_replicas_but_to_the_overloaded_one() -> None:
-    config = {"prefill_policy": "cache_aware", "decode_policy": "cache_aware", "min_prefill_tokens": 256}
-    async with disagg(prefill=4, decode=4, probe=PROBE, deadlines=OF_FLEET, **config) as (
-        harness,
-        prefills,
-        decodes,
-    ):
-        for worker in (prefills[0], decodes[0]):
-            worker.load = {"running_requests": 64, "waiting_requests": 20, "queued_tokens": 50_000}
-        await asyncio.sleep(2 * PROBE.interval_s)
-
-        async def ask(number: int) -> int:
-            # each begins alike, as behind one system prompt, and goes on by itself
-            prompt = "you are helpful " * 300 + f"{number} " * 7000
-            return (await harness.chat(messages=[{"role": "user", "content": prompt}])).status
-
-        answers, _ = await asked_at(harness, 8.0, 10.0, ask)
-        assert answers == {200: 80}
-        for path, workers in (("/pd/prefill", prefills), (CHAT, decodes)):
-            busy, *others = (len(worker.got(path)) for worker in workers)
-            assert busy == 0
-            assert max(others) < 40, (path, others)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.sessions.keys import named
 from pdserve.router.sessions.table import SessionEntry
 from tests.support.router.harness import Harness, disagg
-from tests.support.router.mock_worker import Gate, answer, hang
+from tests.support.router.mock_worker import answer
 from tests.support.router.tenants import ALICE, BOB, by
 
 LONG = "word " * 1000
@@ -35,27 +34,6 @@ PREFILLED = {
 def conversation(*contents: str) -> list[dict[str, str]]:
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-
-
-async def test_prompts_that_wait_are_counted_and_not_forgotten_but_not_those_to_be_tokenized() -> None:
-    async with disagg(min_prefill_tokens=300) as (harness, [prefill], [decode]):
-        worker = harness.router.fleet.by_id[decode.id]
-        gate = Gate()
-        decode.script("/tokenize", hang(gate))
-        client = await harness.connect()
-        await client.send("/tokenize", json.dumps({"model": "m", "prompt": LONG}).encode())
-        await gate.reached.wait()
-        assert (worker.in_flight, worker.queued_tokens) == (1, 0)
-        gate.open.set()
-        client.leave()
-        response = await harness.post("/v1/completions", {"model": "m", "prompt": LONG})
-        assert "prefill=least-loaded" in response.headers["x-pdserve-plan"], "nobody has computed it"
-        assert len(prefill.got("/pd/prefill")) == 1
-        decode.script(CHAT, answer(200, {}), answer(500, {}), answer(400, {}))
-        for _ in range(3):
-            await harness.chat(messages=conversation("short"))
-        await harness.settle()
-        assert [worker.queued_tokens for worker in harness.router.fleet.workers] == [0, 0]
 
 
 async def test_workers_that_say_how_busy_they_are_get_less() -> None:
@@ -225,7 +203,7 @@ def test_the_alternate_is_the_least_loaded_that_was_not_tried() -> None:
     assert choose_alternate((a,), [a.id]) is None
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings", "/v1/kv/hints"])
 def test_what_generates_nothing_goes_where_the_session_is_and_is_no_turn_of_it(path: str) -> None:
     facts = RequestFacts(ENDPOINTS[path], session=named("s"))
     made = plan(facts, last=LAST)

@@ -56,7 +56,8 @@ def test_a_conversation_that_goes_on_keeps_its_blocks_and_what_else_decides_page
     assert len(first.digests) == 4  # the fifth block is not full
     assert second.digests[:4] == first.digests
     assert len(second.digests) == 9
-    for more in ({"tools": [{"type": "function"}]}, {"cache_salt": "x"}):
+    assert set(first.digests).isdisjoint(chat("b" * 5000).digests)
+    for more in ({"tools": [{"type": "function"}]}, {"cache_salt": "x"}, {"system": "x"}):
         assert set(first.digests).isdisjoint(chat("a" * 5000, **more).digests)
     view = parse_request(json.dumps({"prompt": "a" * 5000}).encode())
     of_m, of_n = prefix_of(view, view.prompt, "m"), prefix_of(view, view.prompt, "n")  # of two models

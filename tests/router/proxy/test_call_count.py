@@ -16,9 +16,9 @@ from pdserve.router.request.stream_marks import StreamMarks
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router.call_count import Bench, Cost, bench
 
-STREAM = Cost(frames=66, c_calls=76, bytecodes=3364)
+STREAM = Cost(frames=66, c_calls=76, bytecodes=3366)
 """Of a stream of one chunk, with a prefill stage."""
-WHOLE = Cost(frames=63, c_calls=70, bytecodes=3148)
+WHOLE = Cost(frames=63, c_calls=70, bytecodes=3150)
 """Of a whole answer, with a prefill stage."""
 TURN = Cost(frames=159, c_calls=169, bytecodes=6200)
 """Of a whole answer to a session's next turn, which comes at once, by a tenant with a key."""

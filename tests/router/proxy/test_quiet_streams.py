@@ -155,21 +155,6 @@ async def test_a_refusal_after_the_head_is_an_event_in_the_apis_own_form(path: s
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_the_prefill_workers_refusal_is_told_too() -> None:
-    async with disagg(deadlines=IMPATIENT) as (harness, [prefill], [decode]):
-        gate = Gate()
-        prefill.script("/pd/prefill", held(gate, {"error": {"message": "too long"}}, 400))
-        client = await asked(harness)
-        await client.head()
-        await comments(client, 1)
-        gate.open.set()
-        said = await rest(client)
-        assert b"too long" in said
-        assert said.endswith(DONE)
-        assert decode.requests == []
-
-
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("trouble", ["closed", "status-500"])
 async def test_another_worker_answers_after_an_early_head_as_before_it(trouble: str) -> None:
     async with disagg(deadlines=IMPATIENT, prefill=0, decode=2) as (harness, _, decodes):

@@ -18,7 +18,6 @@ from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, dis
 from tests.support.router.mock_worker import REPORT, Gate, MockWorker, answer, hang, held
 
 PROMPT = [{"role": "user", "content": "a long document " * 300}]
-OTHER = [{"role": "user", "content": "another document " * 300}]
 BURST = 12
 
 
@@ -60,16 +59,6 @@ async def test_a_cold_prompt_of_many_clients_is_computed_once() -> None:
         assert sum(len(prefill.got("/pd/prefill")) for prefill in prefills) == 1
         assert sum(len(decode.got("/v1/chat/completions")) for decode in decodes) == BURST
         assert harness.stats.prefill == {"ok": 1, "shared": BURST - 1}
-
-
-async def test_another_prompt_waits_for_nobody() -> None:
-    gate = Gate()
-    async with disagg(min_prefill_tokens=256) as (harness, (prefill,), _):
-        prefill.script("/pd/prefill", held(gate, REPORT))
-        clients = await burst(harness, prefill, 2)
-        assert (await harness.chat(messages=OTHER)).status == 200
-        gate.open.set()
-        assert await plans(clients) == {"ok": 1, "shared": 1}
 
 
 @pytest.mark.parametrize("trouble", ["500", "cut", "gone"])

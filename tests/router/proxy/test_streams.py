@@ -183,15 +183,6 @@ async def test_a_worker_that_answers_500_fast_does_not_draw_all_requests() -> No
         assert len(good.requests) == 30
 
 
-async def test_a_request_that_fails_everywhere_opens_no_circuit() -> None:
-    async with disagg(decode=2, prefill_endpoints=(), probe=NEVER) as (harness, _, decodes):
-        for worker in decodes:
-            worker.script(CHAT, *[answer(500, {"object": "error", "message": "bad grammar"})] * 100)
-        for _ in range(10):
-            assert (await harness.chat()).status == 500
-        assert all(worker.circuit.is_closed for worker in harness.router.fleet.workers)
-
-
 # --- The client leaves, in every phase: what was under way for it is cut at once and nothing is left over
 
 

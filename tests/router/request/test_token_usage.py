@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given
@@ -95,14 +94,6 @@ def test_a_long_list_of_counts_that_comes_in_pieces_is_not_cheaper_than_its_esti
     for piece in (b'{"tokens":[[1,2],[3]', b'],"count":[2,', b'1],"max_model_len":64}'):
         meter.count_whole(piece)
     assert meter.total(streamed=False) == (5000, 0)
-
-
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_numbers_are_read_with_and_without_blanks(separators: tuple[str, str]) -> None:
-    meter = Meter(0)
-    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}
-    meter.count_whole(json.dumps(usage, separators=separators).encode())
-    assert meter.total(streamed=False) == (3, 4)
 
 
 @given(

@@ -197,15 +197,3 @@ async def test_a_tenant_asks_with_its_own_salt_only(monkeypatch: pytest.MonkeyPa
             refused = await harness.post(LOOKUP, {**BODY, field: value}, by_alice)
             assert (refused.status, refused.error["param"]) == (400, field)
         assert len(decode.got(LOOKUP)) == 2
-
-
-async def test_the_worker_of_the_session_brings_it_up() -> None:
-    limits = (Tenant(name="*", retain_tokens=1000),)
-    async with disagg(decode=4, tenants=limits) as (harness, _, decodes):
-        for decode in decodes:
-            decode.script(HINTS, answer(200, DONE))
-        for number in range(3):
-            session = {"x-session-id": f"s{number}"}
-            answered = (await harness.chat(session)).headers["x-pdserve-decode"]
-            said = await harness.post(HINTS, hints("prefetch"), session)
-            assert said.headers["x-pdserve-decode"] == answered

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import PdserveError
-from pdserve.kvpool.node.config.cluster import ClusterConfig
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import ClusterConfig, PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from tests.support.kvpool.connectors import fetch_status

@@ -22,8 +22,8 @@ from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_f
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
-from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.session import make_hello
+from pdserve.kvpool.transports.shm import MappedPages
 from tests.support.kvpool.inproc import InprocNode
 
 FOREVER_S = 600.0

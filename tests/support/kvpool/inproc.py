@@ -15,27 +15,14 @@ import time
 import numpy as np
 
 from pdserve.errors import PoolTimeout, PoolUnavailable
-from pdserve.kvpool.core.events import (
-    Answer,
-    CancelTransfers,
-    Close,
-    Connected,
-    Disconnected,
-    Event,
-    Received,
-    ReserveRows,
-    SaveNamespaces,
-    StartReceive,
-    StartSend,
-    Tick,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.store.table_scan import scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.protocol.messages import Reply, Request
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
@@ -89,7 +76,7 @@ class InprocNode:
         )
         tiers.start(self._deliver)
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: ev.Event) -> None:
         with self._changed:
             if not self.stopped:
                 self._feed(event)
@@ -124,7 +111,7 @@ class InprocNode:
                 raise PoolUnavailable(f"pool node {self.name} cannot be reached")
             self._last_connection += 1
             self._replies[self._last_connection] = {}
-            self._feed(Connected(self._last_connection, "shm", client, 0))
+            self._feed(ev.Connected(self._last_connection, "shm", client, 0))
             return self._last_connection
 
     def post(self, connection: int, message: Request) -> None:
@@ -132,7 +119,7 @@ class InprocNode:
         with self._changed:
             self._check(connection)
             if not self.paused:
-                self._feed(Received(connection, message))
+                self._feed(ev.Received(connection, message))
 
     def call(self, connection: int, request: Request, deadline: float) -> Reply:
         """Deliver a request and wait for its reply. Raises PoolUnavailable, PoolTimeout."""
@@ -140,7 +127,7 @@ class InprocNode:
         with self._changed:
             self._check(connection)
             if not self.paused:
-                self._feed(Received(connection, request))
+                self._feed(ev.Received(connection, request))
                 self._check(connection)
             while request_id not in self._replies[connection]:
                 now_s = time.monotonic()
@@ -150,14 +137,14 @@ class InprocNode:
                 self._changed.wait(max(0.0, until_s - now_s))
                 self._check(connection)
                 if not self.paused:
-                    self._feed(Tick())
+                    self._feed(ev.Tick())
             return self._replies[connection].pop(request_id)
 
     def disconnect(self, connection: int) -> None:
         """Idempotent."""
         with self._changed:
             if self._replies.pop(connection, None) is not None and not self.stopped:
-                self._feed(Disconnected(connection))
+                self._feed(ev.Disconnected(connection))
 
     @property
     def held(self) -> tuple[int, int, int]:
@@ -175,28 +162,28 @@ class InprocNode:
         if self.stopped or connection not in self._replies:
             raise PoolUnavailable(f"pool node {self.name} went away")
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: ev.Event) -> None:
         now_s = time.monotonic()
         if self.state.next_deadline_s <= now_s:
-            self._perform(Tick(), now_s)
+            self._perform(ev.Tick(), now_s)
         self._perform(event, now_s)
         self._changed.notify_all()
 
-    def _perform(self, event: Event, now_s: float) -> None:
+    def _perform(self, event: ev.Event, now_s: float) -> None:
         actions = self.state.handle(event, now_s)
         self._table.follow(actions)
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, ev.Answer):
                 if action.connection in self._replies:
                     self._replies[action.connection][getattr(action.message, "id", 0)] = action.message
-            elif isinstance(action, ReserveRows):
+            elif isinstance(action, ev.ReserveRows):
                 for start, end in action.wipe:
                     self.memory[start:end] = 0
-            elif isinstance(action, Close):
+            elif isinstance(action, ev.Close):
                 self._replies.pop(action.connection, None)
             elif type(action) in self._acts:
                 self._acts[type(action)](action)
-            elif isinstance(action, SaveNamespaces) and self._tiers is not None:
+            elif isinstance(action, ev.SaveNamespaces) and self._tiers is not None:
                 self._tiers.save_namespaces(action)
             else:
-                assert not isinstance(action, StartSend | StartReceive | CancelTransfers)
+                assert not isinstance(action, ev.StartSend | ev.StartReceive | ev.CancelTransfers)

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.transports.base import Connection
 from tests.support.kvpool.connectors import connect

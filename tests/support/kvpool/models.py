@@ -11,8 +11,7 @@ import numpy as np
 
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.weights.names import ModelName
-from pdserve.kvpool.weights.reading import PageReader
-from pdserve.kvpool.weights.store import WeightStore
+from pdserve.kvpool.weights.store import PageReader, WeightStore
 from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.pools import ProcessPool

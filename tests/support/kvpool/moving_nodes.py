@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.gossip import Gossiper
 from pdserve.kvpool.protocol.cluster_messages import ClusterState

@@ -12,27 +12,7 @@ from collections.abc import Callable, Sequence
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.core.events import (
-    FAILED,
-    GONE,
-    LATER,
-    LOCAL,
-    NO_ROOM,
-    TAKEN,
-    Action,
-    Answer,
-    Connected,
-    Disconnected,
-    Event,
-    FetchPages,
-    PagesFetched,
-    PagesPushed,
-    PushPages,
-    Received,
-    Settled,
-    Tick,
-    ViewChanged,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.sharding.replicas import Replicas
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
@@ -45,7 +25,7 @@ TIMEOUT_S = 1.0  # of a push
 DETECTED_S = 0.8  # after a death
 GOSSIPS = 0.3  # a tick
 CHECKED_SHARE = 0.05  # of all steps of a node's state
-ENDS = {m.PRESENT: TAKEN, m.FULL: NO_ROOM}
+ENDS = {m.PRESENT: ev.TAKEN, m.FULL: ev.NO_ROOM}
 
 
 class SimNode:
@@ -59,11 +39,11 @@ class SimNode:
         self.contents: dict[int, int] = {}  # what the bytes of a slot say
         self.connections = itertools.count(1)
         self.up = False
-        self.pushes: list[PushPages] = []  # under way
-        self.fetches: list[FetchPages] = []  # under way
+        self.pushes: list[ev.PushPages] = []  # under way
+        self.fetches: list[ev.FetchPages] = []  # under way
         self.awaited: dict[int, Callable[[m.Reply], None]] = {}  # by connection: what the client waits for
         self.life = 0  # grows with every start and end: late messages of an earlier one are void
-        self.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
+        self.do(ev.Connected(ev.LOCAL, "shm", "this node", 0, peer=True))
 
     def start(self) -> None:
         sim, self.up, self.life = self.sim, True, self.life + 1
@@ -82,15 +62,15 @@ class SimNode:
         self.up, self.life = False, self.life + 1
         while self.pushes:
             push = self.pushes[0]
-            self.pushed(push, bytes([FAILED] * len(push.keys)))
+            self.pushed(push, bytes([ev.FAILED] * len(push.keys)))
         self.awaited.clear()
         while self.fetches:
-            self.fetched(self.fetches[0], bytes([FAILED] * len(self.fetches[0].keys)))
-        for pin in list(self.node.state.sessions[LOCAL].pins.values()):
-            self.send(LOCAL, m.Release([pin.slot] * pin.count, [pin.sequence] * pin.count))
+            self.fetched(self.fetches[0], bytes([ev.FAILED] * len(self.fetches[0].keys)))
+        for pin in list(self.node.state.sessions[ev.LOCAL].pins.values()):
+            self.send(ev.LOCAL, m.Release([pin.slot] * pin.count, [pin.sequence] * pin.count))
         for connection in list(self.node.state.sessions):
-            if connection != LOCAL:
-                self.do(Disconnected(connection))
+            if connection != ev.LOCAL:
+                self.do(ev.Disconnected(connection))
 
     # --- members
 
@@ -100,7 +80,7 @@ class SimNode:
             self.told = seen
             view = self.cluster.view
             previous = Ring(view.previous) if view.previous else None
-            self.do(ViewChanged(Ring(view.nodes, view.epoch), self.cluster.settled, previous))
+            self.do(ev.ViewChanged(Ring(view.nodes, view.epoch), self.cluster.settled, previous))
         if update.own:
             for other in list(self.sim.nodes.values()):
                 self.tell(other)
@@ -122,14 +102,14 @@ class SimNode:
             return
         self.node.now_s = max(self.node.now_s, 100 + self.sim.now_s)
         if self.node.state.next_deadline_s <= self.node.now_s:
-            self.do(Tick())
+            self.do(ev.Tick())
         if self.sim.rng.random() < GOSSIPS:
             self.tell(self.sim.rng.choice(list(self.sim.nodes.values())))
         self.sim.after(0.05, lambda: self.tick(life))
 
     # --- what the state decides
 
-    def do(self, event: Event) -> list[Action]:
+    def do(self, event: ev.Event) -> list[ev.Action]:
         self.node.now_s = max(self.node.now_s, 100 + self.sim.now_s)
         actions = self.act(self.node.state.handle(event, self.node.now_s))
         if self.sim.rng.random() < CHECKED_SHARE:
@@ -138,12 +118,12 @@ class SimNode:
         return actions
 
     def send(self, connection: int, message: m.Request) -> list[m.Reply]:
-        return answers(self.do(Received(connection, message)), connection)
+        return answers(self.do(ev.Received(connection, message)), connection)
 
-    def act(self, actions: list[Action]) -> list[Action]:
+    def act(self, actions: list[ev.Action]) -> list[ev.Action]:
         life = self.life
         for action in actions:
-            if isinstance(action, Settled):
+            if isinstance(action, ev.Settled):
                 epoch = action.epoch
 
                 def settle(epoch: int = epoch) -> None:
@@ -151,33 +131,33 @@ class SimNode:
                         self.apply(self.cluster.settle(epoch))
 
                 self.sim.after(0.0, settle)
-            elif isinstance(action, PushPages):
+            elif isinstance(action, ev.PushPages):
                 self.pushes.append(action)
                 if self.up:
                     Push(self, action)
-            elif isinstance(action, FetchPages):
+            elif isinstance(action, ev.FetchPages):
                 self.fetches.append(action)
                 if self.up:
                     Fetch(self, action)
-            elif isinstance(action, Answer) and action.connection in self.awaited:
+            elif isinstance(action, ev.Answer) and action.connection in self.awaited:
                 self.awaited.pop(action.connection)(action.message)
         return actions
 
     def ask(self, connection: int, request: m.Request, answered: Callable[[m.Reply], None]) -> None:
         """`answered` is called with the reply, at once or later, or never if the node is killed before."""
         self.awaited[connection] = answered
-        self.do(Received(connection, request))
+        self.do(ev.Received(connection, request))
 
-    def fetched(self, fetch: FetchPages, ends: bytes, contents: Sequence[int] = ()) -> None:
+    def fetched(self, fetch: ev.FetchPages, ends: bytes, contents: Sequence[int] = ()) -> None:
         self.fetches = [other for other in self.fetches if other is not fetch]
         for slot, k in zip(fetch.slots, contents, strict=False):
             self.contents[slot] = k
         count = len(fetch.keys)
-        self.do(PagesFetched(fetch, ends, [7] * count, [0.0] * count))
+        self.do(ev.PagesFetched(fetch, ends, [7] * count, [0.0] * count))
 
-    def pushed(self, push: PushPages, ends: bytes, copied: int = 0) -> None:
+    def pushed(self, push: ev.PushPages, ends: bytes, copied: int = 0) -> None:
         self.pushes = [other for other in self.pushes if other is not push]
-        self.do(PagesPushed(push, ends, copied, copied * PAGE))
+        self.do(ev.PagesPushed(push, ends, copied, copied * PAGE))
 
     @property
     def replicas(self) -> Replicas:
@@ -198,12 +178,12 @@ class Push:
     may be lost.
     """
 
-    def __init__(self, source: SimNode, push: PushPages) -> None:
+    def __init__(self, source: SimNode, push: ev.PushPages) -> None:
         self.source, self.push, self.life = source, push, source.life
         self.target = source.sim.nodes[push.node]
         self.target_life = self.target.life
         self.connection = 0
-        self.ends = dict.fromkeys(push.keys, FAILED)
+        self.ends = dict.fromkeys(push.keys, ev.FAILED)
         self.pins: list[m.Pin] = []
         self.copied = 0
         self.over = False
@@ -220,7 +200,7 @@ class Push:
 
     def reserve(self) -> None:
         self.connection = next(self.target.connections) + 1000 * self.target.life
-        peer = Connected(self.connection, "shm", f"node {self.source.name}", 1, peer=True)
+        peer = ev.Connected(self.connection, "shm", f"node {self.source.name}", 1, peer=True)
         self.target.do(peer)
         push = self.push
         [opened] = self.target.send(self.connection, m.OpenNamespace(1, "ns", {}, 0))
@@ -233,15 +213,17 @@ class Push:
     def reserved(self, grants: list[m.Grant]) -> None:
         """At the source."""
         granted = {k: g for k, g in zip(self.push.keys, grants, strict=True) if g.status == m.GRANTED}
-        self.ends |= {k: ENDS.get(g.status, LATER) for k, g in zip(self.push.keys, grants, strict=True)}
+        self.ends |= {k: ENDS.get(g.status, ev.LATER) for k, g in zip(self.push.keys, grants, strict=True)}
         if not granted:
             self.end()
             return
-        self.ends |= dict.fromkeys(granted, FAILED)
-        [got] = self.source.send(LOCAL, m.Get(3, self.push.namespace, list(granted), self.push.lengths[:1]))
+        self.ends |= dict.fromkeys(granted, ev.FAILED)
+        [got] = self.source.send(
+            ev.LOCAL, m.Get(3, self.push.namespace, list(granted), self.push.lengths[:1])
+        )
         assert isinstance(got, m.Got)
         self.pins = [pin for pin in got.pins if pin.status == m.HIT]
-        self.ends |= {k: GONE for k, p in zip(granted, got.pins, strict=True) if p.status != m.HIT}
+        self.ends |= {k: ev.GONE for k, p in zip(granted, got.pins, strict=True) if p.status != m.HIT}
         pairs = [(k, g, p) for (k, g), p in zip(granted.items(), got.pins, strict=True) if p.status == m.HIT]
         unused = [g for g, p in zip(granted.values(), got.pins, strict=True) if p.status != m.HIT]
         self.step(lambda: self.fill(pairs, unused))
@@ -267,7 +249,7 @@ class Push:
 
     def committed(self, keys: list[bytes], mask: bytes) -> None:
         """At the source."""
-        self.ends |= {k: TAKEN if ok else LATER for k, ok in zip(keys, mask, strict=True)}
+        self.ends |= {k: ev.TAKEN if ok else ev.LATER for k, ok in zip(keys, mask, strict=True)}
         self.copied = sum(mask)
         self.end()
 
@@ -276,12 +258,12 @@ class Push:
             return
         self.over = True
         if self.connection and self.target_life == self.target.life:
-            self.target.do(Disconnected(self.connection))
+            self.target.do(ev.Disconnected(self.connection))
         if self.life != self.source.life:
             return
         if self.pins:
             release = m.Release([pin.slot for pin in self.pins], [pin.sequence for pin in self.pins])
-            self.source.send(LOCAL, release)
+            self.source.send(ev.LOCAL, release)
         ends = bytes(self.ends[k] for k in self.push.keys)
         self.source.pushed(self.push, ends, self.copied)
 
@@ -291,10 +273,10 @@ class Fetch:
     be lost.
     """
 
-    def __init__(self, source: SimNode, fetch: FetchPages) -> None:
+    def __init__(self, source: SimNode, fetch: ev.FetchPages) -> None:
         self.source, self.fetch, self.life, self.over = source, fetch, source.life, False
         self.target = source.sim.nodes[fetch.node]
-        source.sim.after(TIMEOUT_S, lambda: self.end(bytes([FAILED] * len(fetch.keys)), []))
+        source.sim.after(TIMEOUT_S, lambda: self.end(bytes([ev.FAILED] * len(fetch.keys)), []))
         source.sim.carry(self.read)
 
     def read(self) -> None:
@@ -303,14 +285,14 @@ class Fetch:
         if self.over or not target.up:
             return
         connection = next(target.connections) + 1000 * target.life
-        target.do(Connected(connection, "shm", f"node {self.source.name}", 1, peer=True))
+        target.do(ev.Connected(connection, "shm", f"node {self.source.name}", 1, peer=True))
         [opened] = target.send(connection, m.OpenNamespace(1, "ns", {}, 0))
         assert isinstance(opened, m.Opened)
         [got] = target.send(connection, m.Get(2, opened.namespace, fetch.keys, [fetch.length_bytes]))
         assert isinstance(got, m.Got)
-        ends = bytes(TAKEN if pin.status == m.HIT else GONE for pin in got.pins)
+        ends = bytes(ev.TAKEN if pin.status == m.HIT else ev.GONE for pin in got.pins)
         contents = [target.contents.get(pin.slot, -1) for pin in got.pins]
-        target.do(Disconnected(connection))
+        target.do(ev.Disconnected(connection))
         self.source.sim.carry(lambda: self.end(ends, contents))
 
     def end(self, ends: bytes, contents: list[int]) -> None:
@@ -384,7 +366,7 @@ class Sim(Timeline):
 
     def _write_one(self, node: SimNode, k: int) -> None:
         client, life, still = next(node.connections) + 1000 * node.life, node.life, self.still
-        node.do(Connected(client, "shm", "client", 1))
+        node.do(ev.Connected(client, "shm", "client", 1))
         node.send(client, m.OpenNamespace(1, "ns", {}, 0))
         [reserved] = node.send(client, m.Reserve(2, 1, [key(k)], [PAGE]))
         assert isinstance(reserved, m.Reserved)
@@ -395,7 +377,7 @@ class Sim(Timeline):
                 self.written.add(k)
                 if still and self.still:
                     self.steady.add(k)
-            self.after(0.0, lambda: node.do(Disconnected(client)) if node.life == life else None)
+            self.after(0.0, lambda: node.do(ev.Disconnected(client)) if node.life == life else None)
 
         def commit_it() -> None:
             if node.life == life and grant.status == m.GRANTED:
@@ -414,7 +396,7 @@ class Sim(Timeline):
 
     def _read_one(self, node: SimNode, k: int) -> None:
         client, life = next(node.connections) + 1000 * node.life, node.life
-        node.do(Connected(client, "shm", "client", 1))
+        node.do(ev.Connected(client, "shm", "client", 1))
         node.send(client, m.OpenNamespace(1, "ns", {}, 0))
 
         def got(reply: m.Reply) -> None:
@@ -424,7 +406,7 @@ class Sim(Timeline):
             self.missed += pin.status == m.MISS
             right = pin.status == m.MISS or node.contents[pin.slot] == k
             assert right, f"{node.name} gives wrong bytes for page {k}"
-            self.after(0.0, lambda: node.do(Disconnected(client)) if node.life == life else None)
+            self.after(0.0, lambda: node.do(ev.Disconnected(client)) if node.life == life else None)
 
         node.ask(client, m.Get(2, 1, [key(k)], [PAGE]), got)
 

@@ -6,22 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from pdserve.kvpool.core.events import (
-    Action,
-    Answer,
-    AskOwners,
-    CommitRows,
-    Connected,
-    Disconnected,
-    PagesMoved,
-    PlacesVoid,
-    Received,
-    StartReceive,
-    StartSend,
-    Tick,
-    TransferDone,
-    TransfersDone,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NO_RULES, NodeState
@@ -74,36 +59,36 @@ class Node:
         )
         self._follows_places = follows_places
         self._told: dict[tuple[int, bytes], str] = {}  # where pages are, as followers know it
-        self.actions: list[Action] = []
-        self.followers: list[Callable[[list[Action]], None]] = []  # of all that it does
+        self.actions: list[ev.Action] = []
+        self.followers: list[Callable[[list[ev.Action]], None]] = []  # of all that it does
         self._connections = 0
         self._ids = 0
 
     def connect(self, data_path: m.DataPathName = "shm", token: str = "", peer: bool = False) -> int:
         self._connections += 1
-        self.do(Connected(self._connections, data_path, "test", 1, peer, digest(token)))
+        self.do(ev.Connected(self._connections, data_path, "test", 1, peer, digest(token)))
         return self._connections
 
-    def disconnect(self, connection: int, by_peer: bool = True) -> list[Action]:
-        return self.do(Disconnected(connection, by_peer))
+    def disconnect(self, connection: int, by_peer: bool = True) -> list[ev.Action]:
+        return self.do(ev.Disconnected(connection, by_peer))
 
-    def do(self, event: object) -> list[Action]:
+    def do(self, event: object) -> list[ev.Action]:
         actions = self.state.handle(event, self.now_s)  # type: ignore[arg-type]
         for follow in self.followers:
             follow(actions)
         self.state.check()
-        self.actions = [one for one in actions if not isinstance(one, PagesMoved | PlacesVoid)]
+        self.actions = [one for one in actions if not isinstance(one, ev.PagesMoved | ev.PlacesVoid)]
         if self._follows_places:
             self._check_places(actions)
         _check_order(self.actions)
         return self.actions
 
-    def _check_places(self, actions: list[Action]) -> None:
+    def _check_places(self, actions: list[ev.Action]) -> None:
         """What followers were told is what is so."""
         for action in actions:
-            if isinstance(action, PlacesVoid):
+            if isinstance(action, ev.PlacesVoid):
                 self._told = self._places()  # the shell tells all anew
-            elif isinstance(action, PagesMoved):
+            elif isinstance(action, ev.PagesMoved):
                 self._told |= {
                     (action.namespace, k): p for k, p in zip(action.keys, action.places, strict=True)
                 }
@@ -114,16 +99,16 @@ class Node:
         below = {(n, k): tiers.place(n, k)[0] for n in tiers.namespaces() for k in tiers.keys(n)}
         return below | {(pages.number, k): "dram" for pages in index for k in pages.committed}
 
-    def send(self, connection: int, message: m.Request) -> list[Action]:
-        return self.do(Received(connection, message))
+    def send(self, connection: int, message: m.Request) -> list[ev.Action]:
+        return self.do(ev.Received(connection, message))
 
-    def done(self, connection: int, tag: int, ok: bool) -> list[Action]:
+    def done(self, connection: int, tag: int, ok: bool) -> list[ev.Action]:
         """A transfer has ended."""
-        return self.do(TransfersDone([TransferDone(connection, tag, ok)]))
+        return self.do(ev.TransfersDone([ev.TransferDone(connection, tag, ok)]))
 
-    def pass_time(self, seconds: float) -> list[Action]:
+    def pass_time(self, seconds: float) -> list[ev.Action]:
         self.now_s += seconds
-        return self.do(Tick())
+        return self.do(ev.Tick())
 
     def next_id(self) -> int:
         self._ids += 1
@@ -158,10 +143,10 @@ class Node:
         request = m.Get(self.next_id(), namespace, [key(k) for k in keys], [length])
         return self.ask(connection, request, m.Got).pins
 
-    def release(self, connection: int, *pins: m.Pin) -> list[Action]:
+    def release(self, connection: int, *pins: m.Pin) -> list[ev.Action]:
         return self.send(connection, m.Release([pin.slot for pin in pins], [pin.sequence for pin in pins]))
 
-    def abort(self, connection: int, *grants: m.Grant) -> list[Action]:
+    def abort(self, connection: int, *grants: m.Grant) -> list[ev.Action]:
         return self.send(
             connection, m.Abort([grant.slot for grant in grants], [grant.sequence for grant in grants])
         )
@@ -174,21 +159,21 @@ class Node:
         return self.state.status(0, self.now_s)
 
 
-def _check_order(actions: list[Action]) -> None:
+def _check_order(actions: list[ev.Action]) -> None:
     """Rows are written and transfers started before a reply tells a client of them: nobody acts too early."""
     told: set[tuple[int, int]] = set()  # connection and tag
     written = committed = False
     for action in actions:
-        if isinstance(action, StartSend | StartReceive):
+        if isinstance(action, ev.StartSend | ev.StartReceive):
             begun = action.connection, action.tag
             assert begun not in told, "a client hears of a transfer before it is started"
-        elif isinstance(action, CommitRows):
+        elif isinstance(action, ev.CommitRows):
             assert written or not committed, "a client hears of a page whose row is not written"
             written = True
-        elif isinstance(action, Answer) and isinstance(action.message, m.Got | m.Reserved):
+        elif isinstance(action, ev.Answer) and isinstance(action.message, m.Got | m.Reserved):
             pages = action.message.pins if isinstance(action.message, m.Got) else action.message.grants
             told.update((action.connection, page.tag) for page in pages)
-        elif isinstance(action, Answer) and isinstance(action.message, m.Committed):
+        elif isinstance(action, ev.Answer) and isinstance(action.message, m.Committed):
             committed = True
 
 
@@ -208,10 +193,12 @@ def commit(request_id: int, *grants: m.Grant, checksum: int = 7) -> m.Commit:
     )
 
 
-def answers(actions: list[Action], connection: int) -> list[m.Reply]:
+def answers(actions: list[ev.Action], connection: int) -> list[m.Reply]:
     """What the client is answered, where other nodes that are asked know nothing."""
-    mine = [one for one in actions if isinstance(one, Answer | AskOwners) and one.connection == connection]
-    return [one.message if isinstance(one, Answer) else one.present for one in mine]
+    mine = [
+        one for one in actions if isinstance(one, ev.Answer | ev.AskOwners) and one.connection == connection
+    ]
+    return [one.message if isinstance(one, ev.Answer) else one.present for one in mine]
 
 
 def statuses(grants: list[m.Grant]) -> list[int]:

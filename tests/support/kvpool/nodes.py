@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pdserve.errors import PdserveError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import decode_reply, encode_frame

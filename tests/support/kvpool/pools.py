@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.security.tokens import reveal_secret
 from tests.support.kvpool.node_processes import NodeProcess

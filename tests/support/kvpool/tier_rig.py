@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.kvpool.core.events import (
-    Action,
-    ForgetPages,
-    ForgetSpace,
-    LoadPages,
-    NamespacesSaved,
-    PagesFound,
-    PagesGone,
-    PagesLoaded,
-    PagesStored,
-    SaveNamespaces,
-    SlotPage,
-    StorePages,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
@@ -41,32 +28,32 @@ class Rig:
         bounds = TieringLimits(**{"watermark": 0.0, **limits})  # type: ignore[arg-type]
         specs = tiers or (SSD,)
         self.node = Node(slabs=4, slab_bytes=16 * KIB, lease_s=10, tiers=specs, tiering=bounds)
-        self.writes: list[list[Action | TierPage]] = [[] for _ in specs]
-        self.loads: list[LoadPages] = []
+        self.writes: list[list[ev.Action | TierPage]] = [[] for _ in specs]
+        self.loads: list[ev.LoadPages] = []
         self.disks: list[dict[tuple[int, bytes], TierPage]] = [{} for _ in specs]
-        self.saves: list[SaveNamespaces] = []
+        self.saves: list[ev.SaveNamespaces] = []
         self.contents: dict[int, tuple[int, bytes]] = {}  # of slots: space and key
         self.node.followers.append(self.follow)
         self.c = self.node.connect()
         self.ns = self.node.open(self.c)
         for tier in range(len(specs)) if ready else ():
-            self.node.do(PagesFound(tier, (), 0, last=True))
+            self.node.do(ev.PagesFound(tier, (), 0, last=True))
 
     @property
     def space(self) -> int:
         """Of its namespace."""
         return self.node.state.namespaces[self.ns].space
 
-    def follow(self, actions: list[Action]) -> None:
+    def follow(self, actions: list[ev.Action]) -> None:
         for action in actions:
-            if isinstance(action, StorePages | ForgetPages):
+            if isinstance(action, ev.StorePages | ev.ForgetPages):
                 self.writes[action.tier].append(action)
-            elif isinstance(action, ForgetSpace):
+            elif isinstance(action, ev.ForgetSpace):
                 for writes in self.writes:
                     writes.append(action)
-            elif isinstance(action, SaveNamespaces):
+            elif isinstance(action, ev.SaveNamespaces):
                 self.saves.append(action)
-            elif isinstance(action, LoadPages):
+            elif isinstance(action, ev.LoadPages):
                 self.loads.append(action)
 
     def put(self, *keys: int, ns: int | None = None, length: int = 4 * KIB) -> list[int]:
@@ -81,42 +68,42 @@ class Rig:
         """Carry out the first of the tier's writes."""
         action = self.writes[tier].pop(0)
         disk = self.disks[tier]
-        if isinstance(action, StorePages):
+        if isinstance(action, ev.StorePages):
             for one in action.pages:
                 assert self.contents[one.slot] == (one.page.space, one.page.key), "the slot was changed"
                 if status == STORED:
                     disk[one.page.space, one.page.key] = one.page
             slots = tuple(one.slot for one in action.pages)
-            event = PagesStored(tier, slots, (status,) * len(slots), len(disk), status == WRITE_FAILED)
+            event = ev.PagesStored(tier, slots, (status,) * len(slots), len(disk), status == WRITE_FAILED)
             self.node.do(event)
         elif isinstance(action, TierPage):
             if status == STORED:
                 disk[action.space, action.key] = action
             stored = (action,) if status == STORED else ()
-            self.node.do(PagesFound(tier, stored, 0, failed=int(status == WRITE_FAILED)))
-        elif isinstance(action, ForgetPages):
+            self.node.do(ev.PagesFound(tier, stored, 0, failed=int(status == WRITE_FAILED)))
+        elif isinstance(action, ev.ForgetPages):
             for name in action.names:
                 disk.pop((name.space, name.key), None)
-            self.node.do(PagesGone(tier, action.names, len(disk)))
-        elif isinstance(action, ForgetSpace):
+            self.node.do(ev.PagesGone(tier, action.names, len(disk)))
+        elif isinstance(action, ev.ForgetSpace):
             for where in [where for where in disk if where[0] == action.space]:
                 del disk[where]
 
-    def save(self, problem: str = "") -> list[Action]:
+    def save(self, problem: str = "") -> list[ev.Action]:
         """The newest list is durable, or it could not be written."""
-        return self.node.do(NamespacesSaved(self.saves[-1].revision, problem))
+        return self.node.do(ev.NamespacesSaved(self.saves[-1].revision, problem))
 
-    def load(self, at: int = 0, status: int | None = None) -> list[Action]:
+    def load(self, at: int = 0, status: int | None = None) -> list[ev.Action]:
         """Carry out one of the loads."""
         action = self.loads.pop(at)
         found = [self._load(action.tier, one, status) for one in action.pages]
         return self.node.do(
-            PagesLoaded(
+            ev.PagesLoaded(
                 action.tier, tuple(one.slot for one in action.pages), *map(tuple, zip(*found, strict=True))
             )
         )
 
-    def _load(self, tier: int, one: SlotPage, status: int | None) -> tuple[int, int]:
+    def _load(self, tier: int, one: ev.SlotPage, status: int | None) -> tuple[int, int]:
         where = (one.page.space, one.page.key)
         assert self.node.state.store.state(one.slot) in (RESERVED, QUARANTINED), "not ours to write into"
         page = self.disks[tier].get(where)
@@ -137,7 +124,7 @@ class Rig:
         c = self.c if c is None else c
         return self.replies(self.node.send(c, request), c)
 
-    def replies(self, actions: list[Action], c: int | None = None) -> list[list[int]]:
+    def replies(self, actions: list[ev.Action], c: int | None = None) -> list[list[int]]:
         found = []
         for reply in answers(actions, self.c if c is None else c):
             assert isinstance(reply, m.Got)

@@ -8,11 +8,20 @@
 | `UnifiedRadixCache`, `Scheduler._process_hicache_events` | fetches begin a step sooner, and are counted |
 | `Scheduler._add_request_to_queue` | answers go on behind a first token that another worker has sampled |
 | `Req._check_str_based_finish` | of several stop strings the first in the text ends it |
-| `UnifiedRadixCache` | what it looks up and stores says whose it is (owners.py) |
+| `UnifiedRadixCache` | what it looks up and stores says whose it is |
 | `torch.distributed.TCPStore` | serves loopback only where all ranks are on one host |
 
 Importing this module imports neither SGLang nor torch: the worker's own process takes from it how it names
 what it asks of the scheduler.
+
+Whose pages a scheduler process looks up and stores: SGLang has the salt of a request, which
+names the tenant, in its tree of pages, and gives it to no storage backend. kvpool/hicache/owners.py has how
+it is said.
+
+| method of SGLang | change |
+|---|---|
+| `UnifiedRadixCache.prefetch_from_storage`, `query_storage_hit_length` | look up the tenant's pages |
+| `UnifiedRadixCache.__init__` | its `tree_core` marks what it gives to be stored |
 """
 
 from __future__ import annotations
@@ -24,9 +33,12 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from pdserve.engine.sglang.children.fetches import Declined, Fetches, FetchMetrics
 from pdserve.engine.sglang.children.first_tokens import first_tokens_given
-from pdserve.engine.sglang.children.owners import lookups_marked, stores_marked
+from pdserve.kvpool.hicache.owners import marked
+from pdserve.kvpool.namespaces.tenants import tenant_of
 
 POOL_ROOM: Final = 2**62
 """Of prompts that a worker in SGLang's prefill mode computes for the pool and sends to nobody. The rooms of
@@ -233,3 +245,44 @@ def _listen(port: int) -> int | None:
         return socket.create_server((LOOPBACK, port), backlog=BACKLOG).detach()
     except OSError:
         return None
+
+
+def lookups_marked(place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`place`: of `prefix_keys` among the arguments of the method that is replaced."""
+
+    def change(look_up: Callable[..., Any]) -> Callable[..., Any]:
+        def by_tenant(cache: Any, *args: Any, cache_salt: str | None = None, **more: Any) -> Any:
+            given = list(args)
+            given[place] = marked(given[place], tenant_of(cache_salt))
+            return look_up(cache, *given, cache_salt=cache_salt, **more)
+
+        return by_tenant
+
+    return change
+
+
+def stores_marked(init: Callable[..., None]) -> Callable[..., None]:
+    """`init` makes the cache with its tree, of which SGLang has several."""
+
+    def made(cache: Any, *args: Any, **more: Any) -> None:
+        init(cache, *args, **more)
+        tree = cache.tree_core
+        spec_of, snapshot_of = tree.build_storage_backup_spec, tree.snapshot_buffer_backup
+
+        def spec(node_id: Any, pass_prefix_keys: bool) -> Any:
+            found = spec_of(node_id, pass_prefix_keys)
+            if found is None:
+                return None
+            _, salt = tree.prefetch_anchor_info(node_id)
+            return found._replace(prefix_keys=marked(found.prefix_keys, tenant_of(salt)))
+
+        def snapshot(node_id: Any, pass_prefix_keys: bool) -> Any:
+            found = snapshot_of(node_id, pass_prefix_keys)
+            if found is None:
+                return None
+            keys = marked(found.prefix_keys, tenant_of(found.key.cache_salt))
+            return msgspec.structs.replace(found, prefix_keys=keys)
+
+        tree.build_storage_backup_spec, tree.snapshot_buffer_backup = spec, snapshot
+
+    return made

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, replacements
+from pdserve.engine.sglang.cpu import attention, replacements
 
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
@@ -121,15 +121,15 @@ def _always(replacement: Callable[..., None]) -> Callable[[Any], Callable[..., N
 
 
 DIRECT_COPIES = (
-    copies.transfer_kv_direct,
-    copies.transfer_kv_per_layer_direct_pf_lf,
-    copies.transfer_kv_all_layer_direct_lf_pf,
+    replacements.transfer_kv_direct,
+    replacements.transfer_kv_per_layer_direct_pf_lf,
+    replacements.transfer_kv_all_layer_direct_lf_pf,
 )
 COPIES = {
     "sglang.srt.mem_cache.pool_host.mha": (
         *DIRECT_COPIES,
-        copies.transfer_kv_per_layer_ph_lf,
-        copies.transfer_kv_all_layer_lf_ph,
+        replacements.transfer_kv_per_layer_ph_lf,
+        replacements.transfer_kv_all_layer_lf_ph,
     ),
     "sglang.srt.mem_cache.pool_host.mla": DIRECT_COPIES,
 }

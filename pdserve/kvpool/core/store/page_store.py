@@ -19,16 +19,14 @@ import numpy.typing as npt
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Action, CommitRows, ReserveRows
 from pdserve.kvpool.core.store import lazy_free
-from pdserve.kvpool.core.store.index import NONE, Family, NamespacePages
-from pdserve.kvpool.core.store.kin import Kin
+from pdserve.kvpool.core.store.index import NONE, Family, Kin, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS, Sweep
-from pdserve.kvpool.core.store.room import MAX_DROPS, DropBudget, Room
+from pdserve.kvpool.core.store.room import MAX_DROPS, DropBudget, Room, reorder
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.store.slot_states import SlotStates
-from pdserve.kvpool.core.store.victims import reorder
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.policies.base import Links
-from pdserve.kvpool.policies.ttl import Ttl
+from pdserve.kvpool.policies.orders import Ttl
 from pdserve.kvpool.protocol.slot_table import COMMITTED, QUARANTINED, RESERVED, SWEEPING
 
 BETWEEN_CHUNKS_S: Final = 0.002  # other requests are served meanwhile

@@ -19,26 +19,216 @@ freed. In bytes of slots, free + used + reserved + quarantined = capacity. "Used
 
 A held page that the search for victims meets leaves its order of eviction (`aside`) until its last reader has
 let go, so that no later search passes it again. Then it is the first of its order, as it was before.
+
+**Removed pages.** Which pages a node had, when they went and why: for the question why a read was a miss. A
+table of fixed size, one place for each fingerprint; a newer page takes the place of an older one. So what
+it knows may be forgotten, and costs O(1) time and 17 bytes a place. A restart of the node forgets all.
+
+Clients choose keys. So a fingerprint is Python's hash, which has a secret of the process: no client can aim
+at a place, or make a key that is taken for another.
+
+**Residue.** The namespace whose bytes are still in each slot, including free slots. A removed page leaves its
+bytes in the slot. The next writer may send fewer bytes than it reserved, or none, and still commit. So a slot
+with bytes of another namespace is wiped before the writer knows its grant. Bytes of the same namespace stay:
+a client that may read the new page could read the old one too.
+
+When a slab gets another class, its bytes lie in other slots. If all its slots had bytes of one namespace, the
+new slots have too. Otherwise the bytes are UNKNOWN, and each slot is wiped at its next use. The same holds
+for all slots that a restart did not keep. The memory of a new arena is zero: its first use costs nothing.
+
+**Recency.** The last use of each slab is known, since size classes share the arena by recency; O(1).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.core.events import Action, AssignSlab, FreeRows
-from pdserve.kvpool.core.store.index import REASONS, Facts, Index, NamespacePages
+from pdserve.kvpool.core.store.index import NONE, REASONS, Facts, Index, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import Sweep
-from pdserve.kvpool.core.store.removed_pages import RemovedPages
-from pdserve.kvpool.core.store.residue import Residue
-from pdserve.kvpool.core.store.slab_recency import SlabUse
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, FREE, SWEEPING, SlotState
+
+
+class SlabUse:
+    """The slabs of each size class, coldest first, each with its last use by the store's counter of uses."""
+
+    def __init__(self, slots: SlotAllocator) -> None:
+        self._slots = slots
+        self._of_class: dict[int, OrderedDict[int, int]] = {}
+        self._last_used = NONE
+
+    def add(self, slot_bytes: int, slab: int, use: int) -> None:
+        self._of_class.setdefault(slot_bytes, OrderedDict())[slab] = use
+        self._last_used = NONE
+
+    def remove(self, slot_bytes: int, slab: int) -> None:
+        of_class = self._of_class[slot_bytes]
+        del of_class[slab]
+        if not of_class:
+            del self._of_class[slot_bytes]
+        self._last_used = NONE
+
+    def use(self, slots: list[int], last_use: array[int], uses: int) -> int:
+        """Pages were committed or read: note it in `last_use`, by slot, and for their slabs. `uses` is the
+        counter of uses before; returns the counter after.
+        """
+        slots_per_slab, slab = self._slots.slots_per_slab, NONE
+        for slot in slots:
+            if slot // slots_per_slab != slab:
+                if slab != NONE:
+                    self._use_slab(slab, uses)
+                slab = slot // slots_per_slab
+            uses += 1
+            last_use[slot] = uses
+        if slots:
+            self._use_slab(slab, uses)
+        return uses
+
+    def _use_slab(self, slab: int, use: int) -> None:
+        of_class = self._of_class[self._slots.slab_class[slab]]
+        of_class[slab] = use
+        if slab != self._last_used:  # otherwise it is last already
+            of_class.move_to_end(slab)
+            self._last_used = slab
+
+    def other_classes(self, slot_bytes: int) -> bool:
+        """Whether another class has slabs."""
+        return len(self._of_class) > (slot_bytes in self._of_class)
+
+    def coldest(self, slot_bytes: int, is_idle: Callable[[int], bool]) -> tuple[int, int]:
+        """The least recently used idle slab of another class, and its last use; NONE if there is none. Few
+        slabs are skipped: a held page was used a lease ago at most.
+        """
+        best = best_use = NONE
+        for other, of_class in self._of_class.items():
+            if other == slot_bytes:
+                continue
+            for slab, use in of_class.items():
+                if best != NONE and use >= best_use:
+                    break
+                if is_idle(slab):
+                    best, best_use = slab, use
+                    break
+        return best, best_use
+
+    def restore(self, slab_of: npt.NDArray[np.int64]) -> None:
+        """`slab_of`: the slab of each page, oldest page first; the uses are 1, 2, ..."""
+        last_use = np.zeros(self._slots.slabs, dtype=np.int64)
+        last_use[slab_of] = np.arange(1, len(slab_of) + 1)  # of several uses of one slab the last stays
+        for slab in np.argsort(last_use, kind="stable").tolist():
+            slot_bytes = self._slots.slab_class[slab]
+            if slot_bytes:
+                self.add(slot_bytes, slab, int(last_use[slab]))
+
+    def check(self) -> None:
+        """Assert that each assigned slab is present once, in order. For tests."""
+        for slot_bytes, of_class in self._of_class.items():
+            assert list(of_class.values()) == sorted(of_class.values())
+            assert all(self._slots.slab_class[slab] == slot_bytes for slab in of_class)
+        assert sum(map(len, self._of_class.values())) == sum(map(bool, self._slots.slab_class))
+
+
+MIN_PLACES: Final = 1 << 10
+MAX_PLACES: Final = 1 << 20
+_SPREAD: Final = 0x9E37_79B9_7F4A_7C15
+_MASK: Final = (1 << 64) - 1
+
+
+class Removal(NamedTuple):
+    """`reason`: a place in index.REASONS. `removed_s`: a time of the node's clock."""
+
+    reason: int
+    removed_s: float
+
+
+class RemovedPages:
+    """The newest removal of each of the pages that were removed last, about as many as there are slots."""
+
+    def __init__(self, slots: int) -> None:
+        places = min(MAX_PLACES, max(MIN_PLACES, 1 << max(0, slots - 1).bit_length()))
+        self._mask = places - 1
+        self._fingerprint = array("Q", bytes(8 * places))
+        self._reason = bytearray(places)
+        self._removed_s = array("d", bytes(8 * places))
+
+    def note(self, namespace: int, key: bytes, reason: int, now_s: float) -> None:
+        """The page is removed now."""
+        fingerprint = _fingerprint(namespace, key)
+        place = fingerprint & self._mask
+        self._fingerprint[place] = fingerprint
+        self._reason[place] = reason
+        self._removed_s[place] = now_s
+
+    def find(self, namespace: int, key: bytes) -> Removal | None:
+        """When the page was removed last, and why; None: never, or so long ago that it is forgotten."""
+        fingerprint = _fingerprint(namespace, key)
+        place = fingerprint & self._mask
+        if self._fingerprint[place] != fingerprint:
+            return None
+        return Removal(self._reason[place], self._removed_s[place])
+
+
+def _fingerprint(namespace: int, key: bytes) -> int:
+    # 0 is an empty place
+    return (hash(key) ^ (namespace + 1) * _SPREAD) & _MASK or 1
+
+
+NOBODY: Final = 0  # the slot is zero
+UNKNOWN: Final = (1 << 32) - 1
+
+
+class Residue:
+    """For each slot: the number of a namespace, NOBODY or UNKNOWN."""
+
+    def __init__(self, slots: SlotAllocator) -> None:
+        self._slots = slots
+        self._of = array("I", bytes(4 * slots.slots))
+        self._around = array("I", bytes(4 * slots.slabs))  # of the slab's bytes outside its slots
+        self._class = array(
+            "Q", bytes(8 * slots.slabs)
+        )  # the slab's class when `_of` was set; kept when it is unassigned
+
+    def assigned(self, slab: int) -> None:
+        """A class was given to a slab; all its slots are free."""
+        slot_bytes = self._slots.slab_class[slab]
+        if self._class[slab] == slot_bytes:
+            return
+        start = slab * self._slots.slots_per_slab
+        mine = np.frombuffer(self._of, np.uint32)[start : start + self._slots.slots_per_slab]
+        owners = {*mine.tolist(), self._around[slab]} - {NOBODY}  # np.unique loads 1.4 MB first, for 8 ms
+        mine[:] = self._around[slab] = NOBODY if not owners else owners.pop() if len(owners) == 1 else UNKNOWN
+        self._class[slab] = slot_bytes
+
+    def take(self, slots: list[int], namespace: int) -> list[tuple[int, int]]:
+        """A namespace gets these slots; the byte ranges of the arena to wipe before, half-open."""
+        wipe, of = [], self._of
+        for slot in [slot for slot in slots if of[slot] != namespace]:
+            if of[slot] != NOBODY:
+                start = self._slots.offset(slot)
+                wipe.append((start, start + self._slots.slot_bytes(slot)))
+            of[slot] = namespace
+        return wipe
+
+    def wiped(self, slot: int) -> None:
+        """The bytes of a slot were set to zero."""
+        self._of[slot] = NOBODY
+
+    def restore(self, slots: npt.NDArray[np.int64], namespaces: npt.NDArray[np.uint32]) -> None:
+        """After a restart: the slots of the pages kept, and their namespaces."""
+        of = np.frombuffer(self._of, np.uint32)
+        of[:] = UNKNOWN
+        of[slots] = namespaces
+        np.frombuffer(self._around, np.uint32)[:] = UNKNOWN
+        self._class[:] = self._slots.slab_class
+
 
 LOOKED_AT: Final = 65_536  # slots in one step of numpy: 50 µs
 REASON_NUMBERS: Final = {reason: number for number, reason in enumerate(REASONS)}
@@ -200,7 +390,7 @@ class SlotStates:
         return pages
 
     def kin_of(self, victims: Sequence[int]) -> list[int]:
-        """The slots of pages that nobody can use once these COMMITTED pages are evicted: see kin.py."""
+        """The slots of pages that nobody can use once these COMMITTED pages are evicted: see index.py."""
         found: dict[int, None] = {}
         for slot in victims:
             pages, key = self.index.namespace(self.facts.namespace[slot]), self.key_of(slot)

@@ -40,7 +40,7 @@ from pdserve.kvpool.core.events import (
 )
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.store.victims import coldest
+from pdserve.kvpool.core.store.room import coldest
 from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.kvpool.protocol.slot_table import COMMITTED

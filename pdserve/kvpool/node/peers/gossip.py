@@ -28,7 +28,7 @@ from pdserve.errors import FrameError, NodeFailed, PdserveError, PoolRefused
 from pdserve.kvpool.cluster import failure_detector as d
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.state import parts
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, AntiEntropy
 from pdserve.kvpool.node.peers.channels import PeerControls
 from pdserve.kvpool.node.peers.joining import Before, Joining

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.discovery.dns import DnsName, DnsWatch, host_port, is_dns_name, parse_dns_name
 from pdserve.errors import FrameError, PdserveError, PoolError, PoolRefused, StartupError
 from pdserve.kvpool.cluster.membership import Cluster, Update
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.peers.channels import PeerControls
 from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol import messages as m

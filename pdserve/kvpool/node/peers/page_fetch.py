@@ -18,7 +18,7 @@ from pdserve.errors import PdserveError, PoolRestarting
 from pdserve.kvpool.cluster.membership import Cluster
 from pdserve.kvpool.core.events import FAILED, Event, FetchPages, PagesFetched
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.peers.peer_link import PageMover, PeerLink, Space, address_of, in_thread, space_of
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.security.tls import Certificates

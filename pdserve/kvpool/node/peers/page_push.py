@@ -31,7 +31,7 @@ from pdserve.kvpool.core.events import (
     Received,
 )
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.peers.peer_link import PageMover, PeerLink, Space, address_of, in_thread, space_of
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import Abort, Release, Reply, Request

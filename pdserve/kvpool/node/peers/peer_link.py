@@ -20,7 +20,7 @@ from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.cluster.membership import Cluster
 from pdserve.kvpool.core.events import GONE, LATER, TAKEN, PushPages
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.page_bytes import Bytes1D

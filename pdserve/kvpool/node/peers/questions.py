@@ -36,7 +36,7 @@ ASK_TIMEOUT_S: Final = 0.5
 WATCH_MARGIN_S: Final = 0.05
 """An answer is on its way for so long at most, or is of no use."""
 DROP_TIMEOUT_S: Final = 66.0
-"""A node answers an erasure after 60 s at most (core/erasures.py), and another 4 s for its list."""
+"""A node answers an erasure after 60 s at most (core/durable_answers.py), and another 4 s for its list."""
 ROUNDS: Final = 2
 MAX_TASKS: Final = 4096
 

@@ -14,7 +14,7 @@ from typing import Final
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import Event, Settled, ViewChanged
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.page_fetch import PageFetcher
 from pdserve.kvpool.node.peers.page_push import PagePusher

@@ -15,6 +15,7 @@ import ssl
 from typing import Final, Protocol, cast
 
 from pdserve.errors import FrameError
+from pdserve.kvpool.node.admission import Admission
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.metrics.meter import Meter, Open
 from pdserve.kvpool.node.serving.tls_transport import TlsTransport
@@ -49,18 +50,6 @@ KEEPALIVE_INTERVAL_S = 3
 KEEPALIVE_PROBES = 3
 
 
-class Greeter(Protocol):
-    """Who knows the pool's tokens. `address`: see ClientConnection."""
-
-    def challenge(self, address: str, hello: Hello) -> Challenged | Fault:
-        """What a client must prove that names a token, or why it cannot be served."""
-        ...
-
-    def wrong_proof(self, address: str) -> None:
-        """A client did not prove the token that it has named."""
-        ...
-
-
 class Host(Protocol):
     """What a connection asks of its node."""
 
@@ -86,9 +75,9 @@ class Host(Protocol):
         ...
 
     @property
-    def admission(self) -> Greeter: ...
+    def admission(self) -> Admission: ...
 
-    def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
+    def choose_path(self, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
         ...
 
@@ -298,7 +287,6 @@ class ClientConnection(asyncio.Protocol):
             proved = self._challenged.accept(message)
             self._challenged = None
             if proved is None:
-                self._node.admission.wrong_proof(self.address)
                 self._refuse_greeting(Fault(0, "bad_token", "the proof of the token is wrong"))
             else:
                 self._admit(proved)
@@ -311,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
         if not message.key_id:
             self._admit(message)
             return
-        asked = self._node.admission.challenge(self.address, message)
+        asked = self._node.admission.challenge(message)
         if isinstance(asked, Fault):
             self._refuse_greeting(asked)
             return
@@ -319,7 +307,7 @@ class ClientConnection(asyncio.Protocol):
         self.send(asked.challenge)
 
     def _admit(self, hello: Hello) -> None:
-        path = self._node.choose_path(self.number, self.address, hello)
+        path = self._node.choose_path(self.address, hello)
         if path in ("ucx", "tcp"):
             greet = self._open_data_path(hello, path)
             self._greeting = asyncio.get_running_loop().create_task(greet)
@@ -345,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(info)
         else:
             # others may have connected meanwhile
-            self._greet(hello, self._node.choose_path(self.number, self.address, hello), info)
+            self._greet(hello, self._node.choose_path(self.address, hello), info)
 
     def refuse(self, fault: Fault) -> None:
         """Say why, and close. Idempotent."""

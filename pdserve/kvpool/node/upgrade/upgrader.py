@@ -28,9 +28,9 @@ from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.core.state import NodeState
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import why_not_reusable
-from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
+from pdserve.kvpool.node.memory.placement import MIN_SLOT_BYTES
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.upgrade.handover import Handover, command, gap_ms, hold_signals
 from pdserve.kvpool.protocol.cluster_messages import Drain, Upgrade

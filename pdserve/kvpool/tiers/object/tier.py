@@ -2,7 +2,7 @@
 
     put    -> a segment on the local disk (spool.py), one for each namespace
     full, or older than flush_s -> uploaded as one object (sync.py), and dropped from the spool
-    read   -> from the spool, or by range from the object (remote.py)
+    read   -> from the spool, or by range from the object (sync.py)
 
 Each node indexes all segments of the namespaces that it has open, whoever wrote them: it lists the bucket and
 reads their footers. So after a restart of all nodes every page is found again, also where nodes have other
@@ -63,9 +63,8 @@ from pdserve.kvpool.tiers.durable_files import (
 from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
 from pdserve.kvpool.tiers.object.inventory import Inventory, OpenSpaces, SegmentObject, shared_space
-from pdserve.kvpool.tiers.object.remote import RemoteSegment, read_pages
 from pdserve.kvpool.tiers.object.spool import Spool, no_space
-from pdserve.kvpool.tiers.object.sync import BucketSync, Index
+from pdserve.kvpool.tiers.object.sync import BucketSync, Index, RemoteSegment, read_pages
 from pdserve.kvpool.tiers.page_codec import CodecOptions, StoredPage, make_codec
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile
 from pdserve.kvpool.tiers.ssd.segment_format import (

@@ -8,8 +8,8 @@ The index (segment_index.py) is in memory, about 200 bytes per page. A start rea
 footers, newest segment last, so the newest of several records of a page counts. A reader keeps the file of
 its segment open until it ends, so a segment can be dropped at any time.
 
-compaction.py decides how to make room. `maintain` does it in small steps, so a write waits for at most a few
-MiB. The tier keeps room for one more segment than the one being written, because compaction moves pages
+segment_index.py decides how to make room. `maintain` does it in small steps, so a write waits for at most a
+few MiB. The tier keeps room for one more segment than the one being written, because compaction moves pages
 there. If writes are faster than compaction, the oldest segment is dropped with its pages.
 
 No block is overwritten in place, so a crash loses only unsynced records: those of about the last second.
@@ -54,7 +54,6 @@ from pdserve.kvpool.tiers.durable_files import (
 )
 from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
 from pdserve.kvpool.tiers.page_codec import CodecOptions, StoredPage, make_codec
-from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile, segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
@@ -64,7 +63,14 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     footer_blocks,
     record_blocks,
 )
-from pdserve.kvpool.tiers.ssd.segment_index import MAX_BATCH_PAGES, SegmentIndex
+from pdserve.kvpool.tiers.ssd.segment_index import (
+    MAX_BATCH_PAGES,
+    Compact,
+    Drop,
+    Plan,
+    SegmentIndex,
+    make_room,
+)
 from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from pdserve.errors import PoolTimeout, PoolUnavailable
-from pdserve.kvpool.native import page_messages
+from pdserve.kvpool.native import sockets
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 
 TICKET_BYTES: Final = 16
@@ -98,7 +98,7 @@ class PageStream:
     @property
     def moves_batches(self) -> bool:
         """Whether whole batches of pages are moved by the C module."""
-        return page_messages.moves(self._socket)
+        return sockets.moves(self._socket)
 
     def send_pages(
         self, tags: list[int], pages: Sequence[PageBuffers], *, checksum: bool, deadline_s: float
@@ -108,7 +108,7 @@ class PageStream:
         Raises PoolTimeout, PoolUnavailable; then the connection is of no use any more.
         """
         try:
-            return page_messages.send(self._socket, tags, pages, checksum=checksum, deadline_s=deadline_s)
+            return sockets.send(self._socket, tags, pages, checksum=checksum, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PoolTimeout("pages were not sent in time") from error
         except OSError as error:
@@ -124,9 +124,9 @@ class PageStream:
         checksum: bool,
         deadline_s: float,
     ) -> tuple[list[int], int]:
-        """Where `moves_batches`: see `page_messages.receive`. Errors as of `send_pages`."""
+        """Where `moves_batches`: see `sockets.receive`. Errors as of `send_pages`."""
         try:
-            return page_messages.receive(
+            return sockets.receive(
                 self._socket, head, head_bytes, tags, pages, checksum=checksum, deadline_s=deadline_s
             )
         except TimeoutError as error:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from pdserve.engine.sglang.children.owners import lookups_marked, stores_marked
+from pdserve.engine.sglang.children.scheduler import lookups_marked, stores_marked
 from pdserve.kvpool.hicache.owners import marked, tenant_of_call
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hooks, replacements
+from pdserve.engine.sglang.cpu import attention, hooks, replacements
 from pdserve.pages import page_hashes
 
 
@@ -26,13 +26,17 @@ def test_page_first_copy_puts_each_layer_of_a_page_side_by_side_and_back(dtype: 
     layers, page = 3, 8
     device = [torch.randn(5 * page, 2, 4).to(dtype) for _ in range(2 * layers)]
     host = [torch.zeros(6, layers, page, 2, 4, dtype=dtype) for _ in range(2)]
-    copies.transfer_kv_all_layer_direct_lf_pf(device, host, slots([4, 1], page), slots([5, 2], page), page)
+    replacements.transfer_kv_all_layer_direct_lf_pf(
+        device, host, slots([4, 1], page), slots([5, 2], page), page
+    )
     back = [torch.zeros_like(tensor) for tensor in device]
     for layer in range(layers):
         assert torch.equal(host[0][5, layer], device[layer][4 * page :])
         assert torch.equal(host[1][2, layer], device[layers + layer][page : 2 * page])
         pair = [back[layer], back[layers + layer]]
-        copies.transfer_kv_per_layer_direct_pf_lf(host, pair, slots([2], page), slots([1], page), layer, page)
+        replacements.transfer_kv_per_layer_direct_pf_lf(
+            host, pair, slots([2], page), slots([1], page), layer, page
+        )
     assert not host[0][[0, 1, 3, 4]].any()
     for before, after in zip(device, back, strict=True):
         assert torch.equal(after[page : 2 * page], before[page : 2 * page])
@@ -42,7 +46,7 @@ def test_page_first_copy_puts_each_layer_of_a_page_side_by_side_and_back(dtype: 
 def test_layer_first_copy_moves_only_the_named_slots() -> None:
     page = 4
     source, target = [torch.randn(3 * page, 2, 3)], [torch.zeros(3 * page, 2, 3)]
-    copies.transfer_kv_direct(source, target, slots([2], page), slots([0], page), page)
+    replacements.transfer_kv_direct(source, target, slots([2], page), slots([0], page), page)
     assert torch.equal(target[0][:page], source[0][2 * page :])
     assert not target[0][page:].any()
 
@@ -52,7 +56,7 @@ def test_page_head_copy_puts_each_head_of_a_page_side_by_side_and_back() -> None
     keys, values = ([torch.randn(3 * page, heads, dim) for _ in range(layers)] for _ in range(2))
     host_k, host_v = (torch.zeros(4, heads, page, layers, dim) for _ in range(2))
     row = heads * dim * 4
-    copies.transfer_kv_all_layer_lf_ph(
+    replacements.transfer_kv_all_layer_lf_ph(
         *(torch.tensor([one.data_ptr() for one in keys], dtype=torch.uint64), host_k),
         *(torch.tensor([one.data_ptr() for one in values], dtype=torch.uint64), host_v),
         *(slots([2, 0], page), slots([1, 3], page), row, 0, layers, page, heads),
@@ -62,7 +66,7 @@ def test_page_head_copy_puts_each_head_of_a_page_side_by_side_and_back() -> None
         assert torch.equal(host_v[3, :, :, layer], values[layer][:page].transpose(0, 1))
     assert not host_k[[0, 2]].any()
     back_k, back_v = torch.zeros_like(keys[1]), torch.zeros_like(values[1])
-    copies.transfer_kv_per_layer_ph_lf(
+    replacements.transfer_kv_per_layer_ph_lf(
         *(host_k, back_k, host_v, back_v, slots([3], page), slots([1], page), 1, row, 0, page, heads)
     )
     assert torch.equal(back_k[page : 2 * page], keys[1][:page])

@@ -8,25 +8,7 @@ from typing import TypeVar
 import pytest
 
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.core.events import (
-    FAILED,
-    GONE,
-    LATER,
-    LOCAL,
-    NO_ROOM,
-    REFUSED,
-    TAKEN,
-    Action,
-    AskOwners,
-    Connected,
-    FetchPages,
-    PagesFetched,
-    PagesPushed,
-    PagesSeen,
-    PushPages,
-    ViewChanged,
-    WatchOwners,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.sharding.fetches import HOP_S, SHUN_S
 from pdserve.kvpool.core.sharding.forwards import FORWARD_S
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits
@@ -52,29 +34,29 @@ def of(owner: str, count: int, *, before: str = "") -> list[int]:
 def member(*, previous: Ring | None = None, **limits: object) -> tuple[Node, int]:
     """n0 of three nodes, and a client of it."""
     node = Node(slabs=4, **limits)  # type: ignore[arg-type]
-    node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
-    node.do(ViewChanged(ALL, previous is None, previous))
+    node.do(ev.Connected(ev.LOCAL, "shm", "this node", 0, peer=True))
+    node.do(ev.ViewChanged(ALL, previous is None, previous))
     client = node.connect()
     node.open(client)
     return node, client
 
 
-def some(actions: Sequence[Action], kind: type[A]) -> list[A]:
+def some(actions: Sequence[ev.Action], kind: type[A]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def ask(node: Node, client: int, *keys: int, request_id: int = 50) -> list[FetchPages]:
+def ask(node: Node, client: int, *keys: int, request_id: int = 50) -> list[ev.FetchPages]:
     """A Get; what it has fetched."""
-    return some(node.send(client, m.Get(request_id, 1, [key(k) for k in keys], [4 * KIB])), FetchPages)
+    return some(node.send(client, m.Get(request_id, 1, [key(k) for k in keys], [4 * KIB])), ev.FetchPages)
 
 
-def fetched(node: Node, fetch: FetchPages, *ends: int) -> list[Action]:
+def fetched(node: Node, fetch: ev.FetchPages, *ends: int) -> list[ev.Action]:
     count = len(fetch.keys)
     outcomes = bytes(ends * count if len(ends) == 1 else ends)
-    return node.do(PagesFetched(fetch, outcomes, [7] * count, [0.0] * count))
+    return node.do(ev.PagesFetched(fetch, outcomes, [7] * count, [0.0] * count))
 
 
-def pins(actions: Sequence[Action], client: int) -> list[int]:
+def pins(actions: Sequence[ev.Action], client: int) -> list[int]:
     [got] = answers(list(actions), client)
     assert isinstance(got, m.Got)
     return [pin.status for pin in got.pins]
@@ -93,9 +75,9 @@ def test_pages_are_fetched_once_from_their_owners_for_all_who_ask() -> None:
     }
     other = node.connect()
     assert ask(node, other, first[0]) == []  # it waits for the same
-    ended = fetched(node, fetches[0], TAKEN, GONE)
+    ended = fetched(node, fetches[0], ev.TAKEN, ev.GONE)
     assert pins(ended, other) == [m.HIT]
-    assert pins(fetched(node, fetches[1], TAKEN), client) == [m.HIT, m.MISS, m.HIT]
+    assert pins(fetched(node, fetches[1], ev.TAKEN), client) == [m.HIT, m.MISS, m.HIT]
     assert [pin.status for pin in node.get(client, 1, first[0])] == [m.HIT]
     counters = node.status().counters
     assert (counters["pages_fetched"], counters["fetches_missed"], counters["replicas"]) == (2, 1, 2)
@@ -103,7 +85,7 @@ def test_pages_are_fetched_once_from_their_owners_for_all_who_ask() -> None:
 
 def test_for_nodes_nothing_is_fetched() -> None:
     node, _ = member()
-    for connection in (node.connect(peer=True), LOCAL):
+    for connection in (node.connect(peer=True), ev.LOCAL):
         assert ask(node, connection, *of("n1", 1)) == []
 
 
@@ -112,13 +94,13 @@ def test_while_pages_move_the_owner_before_is_asked_next_and_a_new_view_begins_a
     [page] = of("n2", 1, before="n1")
     [fetch] = ask(node, client, page)
     assert fetch.node == "n2"
-    [fetch] = some(fetched(node, fetch, GONE), FetchPages)
+    [fetch] = some(fetched(node, fetch, ev.GONE), ev.FetchPages)
     assert fetch.node == "n1"
-    node.do(ViewChanged(ALL, True))  # it has moved meanwhile
-    [fetch] = some(fetched(node, fetch, GONE), FetchPages)
+    node.do(ev.ViewChanged(ALL, True))  # it has moved meanwhile
+    [fetch] = some(fetched(node, fetch, ev.GONE), ev.FetchPages)
     assert fetch.node == "n2"
-    assert pins(fetched(node, fetch, TAKEN), client) == [m.HIT]
-    node.do(ViewChanged(ALL, False, Ring(NODES[1:])))
+    assert pins(fetched(node, fetch, ev.TAKEN), client) == [m.HIT]
+    node.do(ev.ViewChanged(ALL, False, Ring(NODES[1:])))
     [fetch] = ask(node, client, *of("n0", 1))  # ours, and not here yet
     assert fetch.node in ("n1", "n2")
 
@@ -135,11 +117,11 @@ def test_a_node_that_is_late_costs_one_deadline_and_its_page_is_kept_when_it_com
     assert pins(ended, client) == [m.MISS]
     for page in (first, second):
         assert pins(node.send(client, m.Get(51, 1, [key(page)], [4 * KIB])), client) == [m.MISS]
-    fetched(node, fetch, TAKEN)
+    fetched(node, fetch, ev.TAKEN)
     assert [pin.status for pin in node.get(client, 1, first)] == [m.HIT]
     node.pass_time(SHUN_S)
     [fetch] = ask(node, client, second)
-    assert pins(fetched(node, fetch, FAILED), client) == [m.MISS]
+    assert pins(fetched(node, fetch, ev.FAILED), client) == [m.MISS]
     assert ask(node, client, second) == []
 
 
@@ -160,11 +142,11 @@ def test_fetches_under_way_have_a_bound_and_one_always_goes() -> None:
     node, client = member(exchange_bytes=8 * KIB)
     [fetch] = ask(node, client, *of("n1", 5))
     assert len(fetch.keys) == 2
-    assert pins(fetched(node, fetch, TAKEN), client) == [m.HIT] * 2 + [m.MISS] * 3
+    assert pins(fetched(node, fetch, ev.TAKEN), client) == [m.HIT] * 2 + [m.MISS] * 3
     assert node.status().counters["fetches_refused"] == 3
 
 
-@pytest.mark.parametrize("ends", [TAKEN, GONE, FAILED])
+@pytest.mark.parametrize("ends", [ev.TAKEN, ev.GONE, ev.FAILED])
 def test_what_comes_for_a_namespace_that_was_cleared_is_void(ends: int) -> None:
     node, client = member()
     page = of("n1", 1)
@@ -182,7 +164,7 @@ def test_fetched_pages_make_room_first_and_those_that_are_read_stay() -> None:
     node.put(client, 1, *own)
     for start in range(0, capacity, 8):
         [fetch] = ask(node, client, *other[start : start + 8])
-        [got] = answers(fetched(node, fetch, TAKEN), client)
+        [got] = answers(fetched(node, fetch, ev.TAKEN), client)
         assert isinstance(got, m.Got)
         if start:
             node.release(client, *got.pins)  # the first eight are read for long
@@ -195,22 +177,22 @@ def test_fetched_pages_make_room_first_and_those_that_are_read_stay() -> None:
 # --- writing
 
 
-def write(node: Node, client: int, *keys: int) -> tuple[list[Action], list[m.Grant]]:
+def write(node: Node, client: int, *keys: int) -> tuple[list[ev.Action], list[m.Grant]]:
     grants = node.reserve(client, 1, *keys)
     assert set(statuses(grants)) == {m.GRANTED}
     return node.send(client, commit(60, *grants)), grants
 
 
-def pushed(node: Node, push: PushPages, *ends: int) -> list[Action]:
+def pushed(node: Node, push: ev.PushPages, *ends: int) -> list[ev.Action]:
     outcomes = bytes(ends * len(push.keys) if len(ends) == 1 else ends)
-    return node.do(PagesPushed(push, outcomes, 0, 0))
+    return node.do(ev.PagesPushed(push, outcomes, 0, 0))
 
 
 def test_a_commit_is_answered_when_the_owners_have_its_pages() -> None:
     node, client = member()
     own, first, second = of("n0", 1), of("n1", 2), of("n2", 1)
     actions, _ = write(node, client, *own, *first, *second)
-    pushes = {push.node: push for push in some(actions, PushPages)}
+    pushes = {push.node: push for push in some(actions, ev.PushPages)}
     assert {name: push.keys for name, push in pushes.items()} == {
         "n1": [key(k) for k in first],
         "n2": [key(k) for k in second],
@@ -218,19 +200,19 @@ def test_a_commit_is_answered_when_the_owners_have_its_pages() -> None:
     assert all(push.written for push in pushes.values())
     assert answers(actions, client) == []
     assert node.exists(client, 1, *first) == [1, 1]  # readable here from now on
-    assert answers(pushed(node, pushes["n1"], TAKEN, NO_ROOM), client) == []
-    assert answers(pushed(node, pushes["n2"], TAKEN), client) == [m.Committed(60, bytes([1, 1, 0, 1]))]
+    assert answers(pushed(node, pushes["n1"], ev.TAKEN, ev.NO_ROOM), client) == []
+    assert answers(pushed(node, pushes["n2"], ev.TAKEN), client) == [m.Committed(60, bytes([1, 1, 0, 1]))]
     assert node.status().counters["replicas"] == 3
 
 
-@pytest.mark.parametrize(("end", "ok"), [(TAKEN, 1), (NO_ROOM, 0), (REFUSED, 0), (GONE, 0)])
-@pytest.mark.parametrize("before", [LATER, FAILED])
+@pytest.mark.parametrize(("end", "ok"), [(ev.TAKEN, 1), (ev.NO_ROOM, 0), (ev.REFUSED, 0), (ev.GONE, 0)])
+@pytest.mark.parametrize("before", [ev.LATER, ev.FAILED])
 def test_what_an_owner_cannot_take_now_is_offered_again(before: int, end: int, ok: int) -> None:
     node, client = member()
     actions, _ = write(node, client, *of("n1", 1))
-    [push] = some(actions, PushPages)
-    assert some(pushed(node, push, before), PushPages) == []
-    [push] = some(node.pass_time(0.1), PushPages)
+    [push] = some(actions, ev.PushPages)
+    assert some(pushed(node, push, before), ev.PushPages) == []
+    [push] = some(node.pass_time(0.1), ev.PushPages)
     assert answers(pushed(node, push, end), client) == [m.Committed(60, bytes([ok]))]
 
 
@@ -238,12 +220,12 @@ def test_a_commit_waits_for_a_silent_owner_no_longer_than_its_time_and_its_page_
     node, client = member()
     page = of("n1", 1)
     actions, _ = write(node, client, *page)
-    [push] = some(actions, PushPages)
+    [push] = some(actions, ev.PushPages)
     assert answers(node.pass_time(FORWARD_S - 0.01), client) == []
     assert answers(node.pass_time(0.01), client) == [m.Committed(60, b"\0")]
-    pushed(node, push, TAKEN)
+    pushed(node, push, ev.TAKEN)
     assert node.exists(client, 1, *page) == [1]
-    assert some(node.pass_time(1.0), PushPages) == []
+    assert some(node.pass_time(1.0), ev.PushPages) == []
     node.pass_time(200.0)  # a lease
     assert node.exists(client, 1, *page) == [0]
 
@@ -252,16 +234,16 @@ def test_pages_go_to_whom_owns_them_by_then() -> None:
     node, client = member()
     page = of("n2", 1, before="n1")
     actions, _ = write(node, client, *page)
-    [push] = some(actions, PushPages)
-    again = node.do(ViewChanged(Ring(NODES[:2], 6), False))
-    assert [one.node for one in some(again, PushPages) if one.written] == []  # n2 may still answer
-    again = [*pushed(node, push, FAILED), *node.pass_time(0.1)]
-    [push] = [one for one in some(again, PushPages) if one.written]
+    [push] = some(actions, ev.PushPages)
+    again = node.do(ev.ViewChanged(Ring(NODES[:2], 6), False))
+    assert [one.node for one in some(again, ev.PushPages) if one.written] == []  # n2 may still answer
+    again = [*pushed(node, push, ev.FAILED), *node.pass_time(0.1)]
+    [push] = [one for one in some(again, ev.PushPages) if one.written]
     assert push.node == "n1"
-    assert answers(pushed(node, push, TAKEN), client) == [m.Committed(60, b"\1")]
+    assert answers(pushed(node, push, ev.TAKEN), client) == [m.Committed(60, b"\1")]
     actions, _ = write(node, client, *of("n1", 1))
-    [push] = some(actions, PushPages)
-    alone = [*node.do(ViewChanged(Ring(NODES[:1], 7), True)), *pushed(node, push, FAILED)]
+    [push] = some(actions, ev.PushPages)
+    alone = [*node.do(ev.ViewChanged(Ring(NODES[:1], 7), True)), *pushed(node, push, ev.FAILED)]
     alone += node.pass_time(0.1)
     assert answers(alone, client) == [m.Committed(60, b"\1")]  # it is this node's own
 
@@ -269,11 +251,11 @@ def test_pages_go_to_whom_owns_them_by_then() -> None:
 def test_a_page_that_was_put_off_is_offered_to_its_new_owner_at_once() -> None:
     node, client = member()
     actions, _ = write(node, client, *of("n2", 1, before="n1"))
-    [push] = some(actions, PushPages)
-    assert some(pushed(node, push, LATER), PushPages) == []
-    [push] = [one for one in some(node.do(ViewChanged(PAIR, False)), PushPages) if one.written]
+    [push] = some(actions, ev.PushPages)
+    assert some(pushed(node, push, ev.LATER), ev.PushPages) == []
+    [push] = [one for one in some(node.do(ev.ViewChanged(PAIR, False)), ev.PushPages) if one.written]
     assert push.node == "n1"
-    assert answers(pushed(node, push, TAKEN), client) == [m.Committed(60, b"\1")]
+    assert answers(pushed(node, push, ev.TAKEN), client) == [m.Committed(60, b"\1")]
 
 
 def test_a_page_that_waits_for_its_owner_is_not_evicted_and_their_bytes_are_bounded() -> None:
@@ -286,8 +268,8 @@ def test_a_page_that_waits_for_its_owner_is_not_evicted_and_their_bytes_are_boun
         grants = node.reserve(client, 1, *own[start : start + 20])
         node.commit(client, *[grant for grant in grants if grant.status == m.GRANTED])
     assert node.exists(client, 1, *of("n1", 8)) == [1] * 8
-    [push] = some(actions, PushPages)
-    pushed(node, push, TAKEN)
+    [push] = some(actions, ev.PushPages)
+    pushed(node, push, ev.TAKEN)
     assert statuses(node.reserve(client, 1, of("n1", 9)[8])) == [m.GRANTED]
 
 
@@ -295,8 +277,8 @@ def test_nobody_is_answered_when_the_client_is_gone() -> None:
     node, client = member()
     actions, _ = write(node, client, *of("n1", 1))
     node.disconnect(client)
-    [push] = some(actions, PushPages)
-    assert answers(pushed(node, push, TAKEN), client) == []
+    [push] = some(actions, ev.PushPages)
+    assert answers(pushed(node, push, ev.TAKEN), client) == []
     assert node.status().counters["pages_forwarded"] == 1
 
 
@@ -307,25 +289,25 @@ def test_owners_are_asked_about_what_is_not_here_and_hints_go_to_all_of_them() -
     node, client = member()
     own, first, second = of("n0", 1), of("n1", 2), of("n2", 1)
     [fetch] = ask(node, client, first[0])
-    fetched(node, fetch, TAKEN)
+    fetched(node, fetch, ev.TAKEN)
     names = [key(k) for k in (*own, *first, *second)]
-    [asked] = some(node.send(client, m.Exists(9, 1, names)), AskOwners)
+    [asked] = some(node.send(client, m.Exists(9, 1, names)), ev.AskOwners)
     assert asked.others == {"n1": [2], "n2": [3]}
     assert asked.present.mask == b"\0\1\0\0"
-    [asked] = some(node.send(client, m.Exists(9, 1, names, keep_s=5.0)), AskOwners)
+    [asked] = some(node.send(client, m.Exists(9, 1, names, keep_s=5.0)), ev.AskOwners)
     assert asked.others == {"n1": [1, 2], "n2": [3]}
-    assert some(node.send(client, m.Exists(9, 1, [key(first[0])])), AskOwners) == []
+    assert some(node.send(client, m.Exists(9, 1, [key(first[0])])), ev.AskOwners) == []
 
 
 def test_a_wait_is_answered_when_the_last_of_its_pages_is_seen_anywhere() -> None:
     node, client = member()
     [own], [first], [second] = of("n0", 1), of("n1", 1), of("n2", 1)
     names = [key(own), key(first), key(second)]
-    [watch] = some(node.send(client, m.Wait(9, 1, names, 5.0)), WatchOwners)
+    [watch] = some(node.send(client, m.Wait(9, 1, names, 5.0)), ev.WatchOwners)
     assert watch.others == {"n1": [key(first)], "n2": [key(second)]}
-    assert answers(node.do(PagesSeen(1, [key(first)])), client) == []
+    assert answers(node.do(ev.PagesSeen(1, [key(first)])), client) == []
     node.put(node.connect(), 1, own)
-    assert answers(node.do(PagesSeen(1, [key(second)])), client) == [m.Present(9, b"\1\1\1")]
+    assert answers(node.do(ev.PagesSeen(1, [key(second)])), client) == [m.Present(9, b"\1\1\1")]
     node.send(client, m.Wait(10, 1, [*names, key(77777)], 5.0))
-    node.do(PagesSeen(1, [key(first)]))
+    node.do(ev.PagesSeen(1, [key(first)]))
     assert answers(node.pass_time(5.0), client) == [m.Present(10, b"\1\1\0\0")]

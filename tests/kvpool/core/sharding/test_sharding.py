@@ -9,21 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.core.events import (
-    FAILED,
-    GONE,
-    LATER,
-    LOCAL,
-    NO_ROOM,
-    REFUSED,
-    TAKEN,
-    Action,
-    Connected,
-    PagesPushed,
-    PushPages,
-    Settled,
-    ViewChanged,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.pending_gets import PendingGets
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.sharding import handover
@@ -47,35 +33,35 @@ def owned_by(ring: Ring, name: str) -> list[int]:
 def node_of_three(*, stable: bool = False, **limits: object) -> Node:
     """n0 with all pages, as if it had been alone until the two others came."""
     node = Node(slabs=8, **limits)  # type: ignore[arg-type]
-    node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
+    node.do(ev.Connected(ev.LOCAL, "shm", "this node", 0, peer=True))
     client = node.connect()
     node.put(client, node.open(client), *ALL)
-    node.do(ViewChanged(ring_of(3, 5), stable))
+    node.do(ev.ViewChanged(ring_of(3, 5), stable))
     return node
 
 
 def peer(node: Node) -> int:
-    node.do(Connected(99, "shm", "n1", 1, peer=True))
+    node.do(ev.Connected(99, "shm", "n1", 1, peer=True))
     return 99
 
 
-def pushes(actions: Sequence[Action]) -> list[PushPages]:
-    return [action for action in actions if isinstance(action, PushPages)]
+def pushes(actions: Sequence[ev.Action]) -> list[ev.PushPages]:
+    return [action for action in actions if isinstance(action, ev.PushPages)]
 
 
-def answer_all(node: Node, asks: list[PushPages], end: int = TAKEN) -> list[Action]:
-    ends = [PagesPushed(ask, bytes([end] * len(ask.keys)), 0, 0) for ask in asks]
+def answer_all(node: Node, asks: list[ev.PushPages], end: int = ev.TAKEN) -> list[ev.Action]:
+    ends = [ev.PagesPushed(ask, bytes([end] * len(ask.keys)), 0, 0) for ask in asks]
     return [action for event in ends for action in node.do(event)]
 
 
 def move_all(
-    node: Node, end: int = TAKEN, seconds: float = 60.0, begun: Sequence[Action] = ()
-) -> tuple[list[PushPages], list[int]]:
+    node: Node, end: int = ev.TAKEN, seconds: float = 60.0, begun: Sequence[ev.Action] = ()
+) -> tuple[list[ev.PushPages], list[int]]:
     """Answer all pushes, those `begun` or by the last event, until there are no more, each at once; the
     pushes, and the epochs that settled.
     """
     begun = list(begun) or node.actions
-    asks, settled = pushes(begun), [action.epoch for action in begun if isinstance(action, Settled)]
+    asks, settled = pushes(begun), [action.epoch for action in begun if isinstance(action, ev.Settled)]
     done, until_s = 0, node.now_s + seconds
     while node.now_s < until_s:
         actions = answer_all(node, asks[done:], end)
@@ -86,7 +72,7 @@ def move_all(
                 break
             actions = node.pass_time(max(0.0, wake_s - node.now_s))
         asks += pushes(actions)
-        settled += [action.epoch for action in actions if isinstance(action, Settled)]
+        settled += [action.epoch for action in actions if isinstance(action, ev.Settled)]
         node.state.sharding.handover.check()
     return asks, settled
 
@@ -106,7 +92,7 @@ def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate() -> None:
 # --- pages that others own are pushed to them
 
 
-def told(asks: list[PushPages]) -> dict[str, list[bytes]]:
+def told(asks: list[ev.PushPages]) -> dict[str, list[bytes]]:
     found: dict[str, list[bytes]] = {}
     for ask in asks:
         found.setdefault(ask.node, []).extend(ask.keys)
@@ -155,7 +141,7 @@ def test_the_pages_last_read_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     node.put(client, node.open(client), *ALL)
     read = [n for n in ALL if ring_of(2, 5).owner(key(n)).node == "n1"][:5]
     node.release(client, *node.get(client, 1, *read))
-    node.do(ViewChanged(ring_of(2, 5), False))
+    node.do(ev.ViewChanged(ring_of(2, 5), False))
     asks, _ = move_all(node)
     assert {k for ask in asks[: len(read)] for k in ask.keys} <= {key(n) for n in range(40, 60)} | {
         key(n) for n in read
@@ -166,9 +152,9 @@ def test_the_pages_last_read_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_view_begins_anew_and_waits_for_the_push_under_way() -> None:
     node = node_of_three()
     first = {ask.node: ask for ask in pushes(node.actions)}
-    node.do(ViewChanged(ring_of(2, 6), False))
+    node.do(ev.ViewChanged(ring_of(2, 6), False))
     assert not [ask for ask in pushes(node.pass_time(1.0)) if ask.node in first]
-    asks, settled = move_all(node, begun=answer_all(node, list(first.values()), FAILED))
+    asks, settled = move_all(node, begun=answer_all(node, list(first.values()), ev.FAILED))
     assert set(told(asks)) == {"n1"}
     assert settled == [6]
     moved = Counter(k for ask in asks for k in ask.keys)
@@ -178,7 +164,7 @@ def test_another_view_begins_anew_and_waits_for_the_push_under_way() -> None:
 def test_an_owner_that_does_not_answer_is_tried_again_and_then_given_up() -> None:
     node = node_of_three()
     began_s = node.now_s
-    asks, settled = move_all(node, FAILED)
+    asks, settled = move_all(node, ev.FAILED)
     assert settled == [5]
     assert Counter(ask.node for ask in asks) == dict.fromkeys(("n1", "n2"), handover.ATTEMPTS)
     assert node.now_s - began_s >= handover.RETRY_S * (2 ** (handover.ATTEMPTS - 1) - 1)
@@ -189,19 +175,19 @@ def test_an_owner_that_does_not_answer_is_tried_again_and_then_given_up() -> Non
 
 def test_what_an_owner_cannot_take_now_is_pushed_again_for_a_while() -> None:
     node = node_of_three()
-    asks, settled = move_all(node, LATER, seconds=handover.LATER_PATIENCE_S / 2)
+    asks, settled = move_all(node, ev.LATER, seconds=handover.LATER_PATIENCE_S / 2)
     assert not settled
     assert len(asks) > 100
-    _, settled = move_all(node, LATER, seconds=handover.LATER_PATIENCE_S)
+    _, settled = move_all(node, ev.LATER, seconds=handover.LATER_PATIENCE_S)
     assert settled == [5]
 
 
-@pytest.mark.parametrize("end", [NO_ROOM, REFUSED, GONE])
+@pytest.mark.parametrize("end", [ev.NO_ROOM, ev.REFUSED, ev.GONE])
 def test_an_owner_that_is_full_or_takes_a_page_never_is_soon_left_alone(end: int) -> None:
     node = node_of_three()
     asks, settled = move_all(node, end)
     assert settled == [5]
-    if end == NO_ROOM:
+    if end == ev.NO_ROOM:
         assert len(asks) <= 2 * handover.FULL_TRIES
     else:
         assert told(asks) == foreign(), "each once"
@@ -215,7 +201,7 @@ def test_pushes_keep_to_the_rate() -> None:
     while done or node.state.sharding.handover.moving:
         for ask in done:
             ends.append((node.now_s, len(ask.keys)))
-            node.do(PagesPushed(ask, bytes(len(ask.keys)), len(ask.keys), sum(ask.lengths)))
+            node.do(ev.PagesPushed(ask, bytes(len(ask.keys)), len(ask.keys), sum(ask.lengths)))
         fresh = pushes(node.actions) if done else []
         if not fresh:
             wake_s = node.state.sharding.handover.next_deadline_s
@@ -249,7 +235,7 @@ def test_pushed_pages_displace_a_share_of_those_here_and_no_more() -> None:
     asker = peer(node)
     assert statuses(node.reserve(asker, 1, mine[0])) == [m.BUSY]
     tiers.behind = False
-    node.do(ViewChanged(ring_of(3, 6), False))
+    node.do(ev.ViewChanged(ring_of(3, 6), False))
     status = node.status()
     allowed = (status.free_bytes + DISPLACED_SHARE * status.capacity_bytes) // (4 * KIB)
     taken = 0
@@ -284,7 +270,7 @@ class FakeTiers:
     def length(self, namespace: int, key: bytes) -> int:
         return self.pages.get(namespace, {}).get(key, 0)
 
-    def disown(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+    def disown(self, namespace: int, keys: Sequence[bytes], out: list[ev.Action]) -> None:
         for gone in keys:
             self.pages.get(namespace, {}).pop(gone, None)
 
@@ -297,7 +283,7 @@ def node_with_tiers(*, stable: bool = False, ready: bool = True, **limits: Any) 
     gets = PendingGets(node.state.store, node.state._pin)
     limits_ = Limits(copy_lease_s=10.0, **limits)
     node.state.sharding = Sharding("n0", node.state.store, limits_, tiers, gets, lambda *_: None)
-    node.do(ViewChanged(ring_of(3, 5), stable))
+    node.do(ev.ViewChanged(ring_of(3, 5), stable))
     return node, tiers
 
 
@@ -335,10 +321,10 @@ def test_a_replica_that_sank_ends_in_its_tier_too() -> None:
 def replica(node: Node, *keys: int, length: int = 4 * KIB) -> list[m.Grant]:
     """As the puller makes one, all in one go."""
     request = m.Reserve(node.next_id(), 1, [key(k) for k in keys], [length], replica=True)
-    grants = node.ask(LOCAL, request, m.Reserved).grants
+    grants = node.ask(ev.LOCAL, request, m.Reserved).grants
     granted = [grant for grant in grants if grant.status == m.GRANTED]
     if granted:
-        node.commit(LOCAL, *granted)
+        node.commit(ev.LOCAL, *granted)
     return grants
 
 
@@ -370,7 +356,7 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     inherited = [n for n in FOREIGN if Ring([NODES[0], NODES[2]]).owner(key(n)).node == "n0"]
     assert inherited
     replica(node, *inherited[:3])
-    node.do(ViewChanged(Ring([NODES[0], NODES[2]], 6), True))
+    node.do(ev.ViewChanged(Ring([NODES[0], NODES[2]], 6), True))
     for _ in range(4):
         node.pass_time(10.0)
     assert node.exists(node.connect(), 1, *inherited[:3]) == [1] * 3
@@ -380,7 +366,7 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
 def test_replicas_are_not_swept_with_foreign_pages() -> None:
     node = holder()
     replica(node, FOREIGN[0])
-    node.do(ViewChanged(ring_of(3, 5), True))
+    node.do(ev.ViewChanged(ring_of(3, 5), True))
     node.pass_time(0.01)
     assert node.exists(node.connect(), 1, FOREIGN[0]) == [1]
 
@@ -392,7 +378,7 @@ def copied(copies: int = 2) -> tuple[Node, list[int]]:
     """n0 with pages of a namespace with copies, all of them its own; and their keys."""
     node = node_of_three()
     move_all(node)
-    node.do(ViewChanged(ring_of(3, 5), True))
+    node.do(ev.ViewChanged(ring_of(3, 5), True))
     for _ in range(10):
         node.pass_time(0.01)
     node.state.sharding.configure(1, copies)
@@ -422,7 +408,7 @@ def test_copies_are_renewed_and_a_new_page_gets_one() -> None:
     assert {key(n) for n in mine} <= renewed
 
 
-@pytest.mark.parametrize("end", [FAILED, LATER, NO_ROOM])
+@pytest.mark.parametrize("end", [ev.FAILED, ev.LATER, ev.NO_ROOM])
 def test_what_a_successor_could_not_take_is_pushed_again(end: int) -> None:
     node, mine = copied()
     answer_all(node, pushes(node.pass_time(1.0)), end)

@@ -7,21 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.core.events import (
-    FAILED,
-    GONE,
-    LATER,
-    LOCAL,
-    NO_ROOM,
-    TAKEN,
-    Action,
-    Connected,
-    FetchPages,
-    PagesFetched,
-    PagesPushed,
-    PushPages,
-    ViewChanged,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.client_machine import KEYS, TIMES, Clients, Page
 from tests.support.kvpool.node_model import KIB, answers, commit, key
@@ -36,19 +22,19 @@ class ClientsOfMany(Clients):
 
     @initialize()
     def start(self) -> None:
-        self.pushes: list[PushPages] = []  # under way
+        self.pushes: list[ev.PushPages] = []  # under way
         super().start()
         self.epoch = 0
         self.ring = Ring([])
-        self.node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
-        self.node.do(Connected(99, "none", "n1", 0, peer=True))
+        self.node.do(ev.Connected(ev.LOCAL, "shm", "this node", 0, peer=True))
+        self.node.do(ev.Connected(99, "none", "n1", 0, peer=True))
 
     @rule(nodes=st.sets(st.integers(0, 3), min_size=1), stable=st.booleans(), same=st.booleans())
     def view(self, nodes: set[int], stable: bool, same: bool) -> None:
         if not same or not self.epoch:
             self.epoch += 1
             self.ring = Ring([NODES[i] for i in nodes], self.epoch)
-        self.act(self.node.do(ViewChanged(self.ring, stable)))
+        self.act(self.node.do(ev.ViewChanged(self.ring, stable)))
 
     def waits_to_read(self, namespace: int, k: int) -> bool:
         return key(k) in self.node.state.store.index.namespace(namespace).writing
@@ -57,9 +43,9 @@ class ClientsOfMany(Clients):
     def replica(self, ns: int, keys: list[int], ok: bool) -> None:
         namespace = self.namespaces[ns]
         request = m.Reserve(5, namespace, [key(k) for k in keys], [4 * KIB], replica=True)
-        actions = self.node.send(LOCAL, request)
+        actions = self.node.send(ev.LOCAL, request)
         self.act(actions)
-        [reply] = answers(actions, LOCAL)
+        [reply] = answers(actions, ev.LOCAL)
         assert isinstance(reply, m.Reserved)
         granted = [grant for grant in reply.grants if grant.status == m.GRANTED]
         for k, grant in zip(keys, reply.grants, strict=True):
@@ -67,29 +53,29 @@ class ClientsOfMany(Clients):
                 self.pages[namespace, k] = Page(grant.slot, grant.sequence, 7, self.node.now_s)
                 self.waits_for(namespace, k)
         if granted and ok:
-            self.act(self.node.send(LOCAL, commit(5, *granted)))
+            self.act(self.node.send(ev.LOCAL, commit(5, *granted)))
         elif granted:
-            self.node.abort(LOCAL, *granted)
+            self.node.abort(ev.LOCAL, *granted)
 
-    def act(self, actions: list[Action]) -> list[Action]:
+    def act(self, actions: list[ev.Action]) -> list[ev.Action]:
         """Other nodes have no page that is fetched, and take what clients write."""
-        self.pushes += [one for one in actions if isinstance(one, PushPages) and not one.written]
+        self.pushes += [one for one in actions if isinstance(one, ev.PushPages) and not one.written]
         actions = [*super().act(actions)]
         for one in list(actions):
             count = len(getattr(one, "keys", ()))
-            if isinstance(one, FetchPages):
-                ended = PagesFetched(one, bytes([GONE] * count), [0] * count, [0.0] * count)
+            if isinstance(one, ev.FetchPages):
+                ended = ev.PagesFetched(one, bytes([ev.GONE] * count), [0] * count, [0.0] * count)
                 actions += self.act(self.node.do(ended))
-            elif isinstance(one, PushPages) and one.written:
-                actions += self.act(self.node.do(PagesPushed(one, bytes([TAKEN] * count), count)))
+            elif isinstance(one, ev.PushPages) and one.written:
+                actions += self.act(self.node.do(ev.PagesPushed(one, bytes([ev.TAKEN] * count), count)))
         return actions
 
-    @rule(seconds=TIMES, end=st.sampled_from([TAKEN, TAKEN, LATER, NO_ROOM, GONE, FAILED]))
+    @rule(seconds=TIMES, end=st.sampled_from([ev.TAKEN, ev.TAKEN, ev.LATER, ev.NO_ROOM, ev.GONE, ev.FAILED]))
     def pushed(self, seconds: float, end: int) -> None:
         """All pushes under way end; others begin."""
         ended, self.pushes = self.pushes, []
         for push in ended:
-            self.act(self.node.do(PagesPushed(push, bytes([end] * len(push.keys)))))
+            self.act(self.node.do(ev.PagesPushed(push, bytes([end] * len(push.keys)))))
         self.pass_time(seconds)
         self.node.state.sharding.handover.check()
         for push in self.pushes if not ended else ():
@@ -99,7 +85,7 @@ class ClientsOfMany(Clients):
         super().teardown()
         if not getattr(self, "epoch", 0):
             return
-        self.node.do(ViewChanged(self.ring, True))
+        self.node.do(ev.ViewChanged(self.ring, True))
         for _ in range(5):
             self.node.pass_time(50)
         store = self.node.state.store

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pdserve.kvpool.core.store.index import REASONS
-from pdserve.kvpool.core.store.removed_pages import MIN_PLACES, RemovedPages
+from pdserve.kvpool.core.store.slot_states import MIN_PLACES, RemovedPages
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, key, opened
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.kvpool.core.events import (
-    Connected,
-    FreeRows,
-    Received,
-    Tick,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
-from pdserve.kvpool.core.store.table_scan import TableContents, scan
+from pdserve.kvpool.core.store.table_scan import TableContents, restore, scan
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import (
     COMMITTED,
@@ -75,11 +69,11 @@ def test_after_a_restart_the_page_or_the_slab_unused_for_longest_goes_first(
 ) -> None:
     _, table, _ = written_table(*range(64), length=4 * KIB)  # four slabs of 16
     state = restarted(table.scan())
-    state.handle(Connected(1, "shm", "x", 1), 1.0)
-    state.handle(Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
+    state.handle(ev.Connected(1, "shm", "x", 1), 1.0)
+    state.handle(ev.Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
     if length == 20:
-        state.handle(Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
-    state.handle(Received(1, m.Reserve(2, 1, [key(100)], [length * KIB])), 1.0)
+        state.handle(ev.Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
+    state.handle(ev.Received(1, m.Reserve(2, 1, [key(100)], [length * KIB])), 1.0)
     state.check()
     assert [k for k in range(64) if state.store.find(1, key(k)) < 0] == gone
 
@@ -92,8 +86,8 @@ def test_unfinished_writes_are_quarantined_and_then_free() -> None:
     state = restarted(contents)
     assert state.next_deadline_s == 30.0
     assert state.status(0, 0.0).quarantined_bytes == 16 * KIB
-    freed = state.handle(Tick(), 30.0)
-    assert [action.slots for action in freed if isinstance(action, FreeRows)] == [contents.quarantined]
+    freed = state.handle(ev.Tick(), 30.0)
+    assert [action.slots for action in freed if isinstance(action, ev.FreeRows)] == [contents.quarantined]
     state.check()
 
 
@@ -125,42 +119,29 @@ def columns(contents: TableContents) -> list[np.ndarray]:  # type: ignore[type-a
     return [contents.slots, contents.lengths, contents.checksums, contents.sequences, contents.namespaces]
 
 
-def test_a_commit_torn_at_any_store_is_no_page() -> None:
-    _, table, _ = written_table(1)
-    [before] = [bytes(table.buffer)]
-    slot = 5
-    table.writer.reserve([slot], table.space)
-    reserved = bytes(table.buffer)
-    write(table, slot, key(9), 123, 77)
-    committed = bytes(table.buffer)
+@pytest.mark.parametrize(("slot", "left"), [(5, [key(1), key(2)]), (0, [key(2)])], ids=["free", "evicted"])
+def test_a_slot_is_reserved_by_one_store_and_a_commit_torn_at_any_store_is_no_page(
+    slot: int, left: list[bytes]
+) -> None:
+    _, table, _ = written_table(1, 2)
     row = LAYOUT.rows_at + slot * ROW_DTYPE.itemsize
     state_at = row + 80
+    before = bytes(table.buffer)
+    table.writer.reserve([slot], table.space)
+    reserved = bytes(table.buffer)
+    if slot == 0:
+        changed = [at for at in range(len(before)) if before[at] != reserved[at]]
+        assert set(changed) <= set(range(state_at, state_at + 8)), "only the state changes"
+    write(table, slot, key(9), 123, 77)
     # the state is stored last; the other words may have arrived in any prefix, the state not yet
     for length in range(0, ROW_DTYPE.itemsize + 1, 4):
         torn = bytearray(reserved)
-        torn[row : row + length] = committed[row : row + length]
-        torn[state_at : state_at + 8] = reserved[state_at : state_at + 8]
-        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
-        assert contents.quarantined == [slot]
-        assert contents.keys == [key(1)]
-    assert len(before) == len(committed)
-
-
-def test_a_slot_of_an_evicted_page_is_reserved_by_one_store_and_its_commit_torn_anywhere_is_no_page() -> None:
-    _, table, _ = written_table(1, 2)
-    row = LAYOUT.rows_at
-    committed = bytes(table.buffer)
-    table.writer.reserve([0], table.space)
-    reserved = bytes(table.buffer)
-    changed = [at for at in range(len(committed)) if committed[at] != reserved[at]]
-    assert set(changed) <= set(range(row + 80, row + 88)), "only the state changes"
-    write(table, 0, key(9), 123, 77)
-    for length in range(0, ROW_DTYPE.itemsize + 1, 4):
-        torn = bytearray(reserved)
         torn[row : row + length] = table.buffer[row : row + length]
-        torn[row + 80 : row + 88] = (FREE if length > 80 else RESERVED).to_bytes(8, "little")
-        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
-        assert contents.keys == [key(2)]
+        for state in (RESERVED, FREE) if slot == 0 and length > 80 else (RESERVED,):
+            torn[state_at : state_at + 8] = state.to_bytes(8, "little")
+            contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
+            assert contents.quarantined == ([slot] if state == RESERVED else [])
+            assert contents.keys == left
 
 
 def write(table: Table, slot: int, k: bytes, checksum: int, sequence: int) -> None:

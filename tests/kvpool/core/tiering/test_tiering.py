@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.durable_answers import SAVE_TIMEOUT_S
-from pdserve.kvpool.core.events import (
-    Action,
-    PagesFound,
-    StorePages,
-)
 from pdserve.kvpool.core.tiering.tier_index import LATE_LOADS, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, ReplaceNamespace
@@ -56,7 +52,7 @@ def test_pages_evicted_before_they_could_be_stored_are_counted() -> None:
     assert rig.put(*range(16, 24)) == [m.GRANTED] * 8, "a slow tier slows no writer"
     assert rig.counter("evicted_unwritten") == 8
     [store] = rig.writes[0]
-    assert isinstance(store, StorePages)
+    assert isinstance(store, ev.StorePages)
     assert len(store.pages) == 2
     rig.drain()
 
@@ -100,7 +96,7 @@ def test_a_late_page_that_another_tier_has_too_is_read_from_there() -> None:
     rig.sink(1)
     page = rig.disks[0][rig.space, key(1)]
     rig.disks[1][page.space, page.key] = page
-    rig.node.do(PagesFound(1, (page,), 0))
+    rig.node.do(ev.PagesFound(1, (page,), 0))
     assert rig.ask(1) == []
     rig.node.pass_time(1.1)
     assert rig.node.exists(rig.c, rig.ns, 1) == [1]
@@ -272,10 +268,10 @@ def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
 def test_a_tier_that_cannot_write_what_comes_down_to_it_says_so_until_it_can() -> None:
     rig = Rig(SSD, FAR)
     page = TierPage(rig.space, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
-    rig.node.do(PagesFound(1, (), 0, failed=3))
+    rig.node.do(ev.PagesFound(1, (), 0, failed=3))
     [above, below] = rig.node.status().tiers
     assert (above.writable, below.writable, below.counters["store_failed"]) == (True, False, 3)
-    rig.node.do(PagesFound(1, (page,), 0))
+    rig.node.do(ev.PagesFound(1, (page,), 0))
     [_, below] = rig.node.status().tiers
     assert (below.writable, below.pages, below.counters["store_failed"]) == (True, 1, 3)
 
@@ -316,7 +312,7 @@ def test_stores_under_way_count_for_a_namespaces_quota() -> None:
     rig.node.state.tiers._demotions._settings = lambda namespace: NamespaceSettings(tier_quota_bytes=4 * KIB)
     rig.put(1, 2)
     [[store]] = rig.writes
-    assert isinstance(store, StorePages)
+    assert isinstance(store, ev.StorePages)
     assert len(store.pages) == 1
     rig.write(status=WRITE_FAILED)
     rig.node.pass_time(1.0)
@@ -330,7 +326,7 @@ def test_pages_found_at_a_start_come_up_and_end_waits() -> None:
     assert answers(rig.node.send(rig.c, request), rig.c) == []
     page = TierPage(rig.space, key(1), 4 * KIB, 7, 0)
     rig.disks[0][rig.space, key(1)] = page
-    assert answers(rig.node.do(PagesFound(0, (page,), 0)), rig.c) == [m.Present(5, b"\1")]
+    assert answers(rig.node.do(ev.PagesFound(0, (page,), 0)), rig.c) == [m.Present(5, b"\1")]
     rig.ask(1)
     assert rig.replies(rig.load()) == [[m.HIT]]
 
@@ -340,13 +336,13 @@ def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
     tiers = rig.node.state.tiers
     rig.sink(1, 2)
     page = rig.disks[0][rig.space, key(1)]
-    rig.node.do(PagesFound(1, (page,), 0))
+    rig.node.do(ev.PagesFound(1, (page,), 0))
     assert tiers.ready
     assert tiers.namespaces() == [rig.ns]
     assert {key(1), key(2)} <= set(tiers.keys(rig.ns))
     assert len(tiers.keys(rig.ns)) == len(set(tiers.keys(rig.ns)))
     assert (tiers.length(rig.ns, key(1)), tiers.length(rig.ns, key(99))) == (4 * KIB, 0)
-    out: list[Action] = []
+    out: list[ev.Action] = []
     tiers.forget(rig.ns, [key(1)], out)
     rig.follow(out)
     rig.drain()

@@ -8,12 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.kvpool.core.events import (
-    Action,
-    Answer,
-    PagesGone,
-    StartSend,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.tiers.base import (
@@ -58,11 +53,11 @@ class Clients(RuleBasedStateMachine):
             self.write_all(0)
             self.put_many(15)
 
-    def follow(self, actions: list[Action]) -> None:
+    def follow(self, actions: list[ev.Action]) -> None:
         for action in actions:
-            if isinstance(action, Answer) and isinstance(action.message, m.Got):
+            if isinstance(action, ev.Answer) and isinstance(action.message, m.Got):
                 self.got(action.connection, action.message)
-            elif isinstance(action, StartSend):
+            elif isinstance(action, ev.StartSend):
                 self.sends.append((action.connection, action.tag))
 
     def got(self, connection: int, reply: m.Got) -> None:
@@ -142,7 +137,7 @@ class Clients(RuleBasedStateMachine):
         where = sorted(disk)[at % len(disk)]
         page = disk.pop(where)
         self.excused.add(page.key)
-        self.node.do(PagesGone(0, (PageName(*where, page.length_bytes),), 0))
+        self.node.do(ev.PagesGone(0, (PageName(*where, page.length_bytes),), 0))
         if on:  # by way of the next tier's writer
             self.rig.writes[1].append(page)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import AssignSlab
 from pdserve.kvpool.core.store.slot_allocator import SLOT_ALIGN_BYTES, SlotAllocator
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
-from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES, SLABS, least_slab
+from pdserve.kvpool.node.memory.placement import MIN_SLOT_BYTES, SLABS, least_slab
 from pdserve.kvpool.protocol.slot_table import TableLayout
 
 MIB = 1 << 20

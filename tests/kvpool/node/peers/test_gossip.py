@@ -20,7 +20,7 @@ from pdserve.kvpool.admin.node_client import ask
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig
+from pdserve.kvpool.node.config import ClusterConfig, MovingConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (

@@ -11,9 +11,7 @@ import pytest
 
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.sharding import handover
-from pdserve.kvpool.node.config.cluster import MovingConfig
-from pdserve.kvpool.node.config.namespaces import NamespaceConfig
-from pdserve.kvpool.node.config.node import TierConfig, UcxConfig
+from pdserve.kvpool.node.config import MovingConfig, NamespaceConfig, TierConfig, UcxConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers import page_push
 from pdserve.kvpool.protocol import messages as m

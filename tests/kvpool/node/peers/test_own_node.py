@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from pdserve.kvpool.node.config import ClusterConfig, NamespaceDefaults
 from pdserve.kvpool.node.peers import peer_link
 from pdserve.kvpool.protocol import messages as m
+from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.moving_nodes import Client, Nodes
-from tests.support.kvpool.nodes import keys
+from tests.support.kvpool.nodes import keys, open_namespace
 from tests.support.waiting import soon
 
 NAMES = ("n0", "n1", "n2")
@@ -149,3 +152,35 @@ def test_what_is_erased_at_one_node_is_left_at_none(pool: Nodes) -> None:
         assert isinstance(dropped, m.Done)
         assert dropped.count >= len(every)
         assert client.get(every) == every[10:]
+
+
+@pytest.mark.parametrize("named", ["#alice", "ns#alice"])
+def test_who_may_not_drop_a_tenants_pages_has_no_node_drop_them(tmp_path: Path, named: str) -> None:
+    """The first node has the others do it with its own rights."""
+    token = "the-token-of-the-operator"
+    nodes = Nodes(
+        tmp_path,
+        admin_token=token,
+        cluster=ClusterConfig(token="the-token-of-the-nodes"),
+        namespace_defaults=NamespaceDefaults(read_token="the-token-of-the-readers"),
+    )
+    try:
+        for name in ("n0", "n1"):
+            nodes.start(name)
+        nodes.settle()
+        address = f"unix:{tmp_path}/n0.sock"
+        operator, stranger = connect(address, soon(), token=token), connect(address, soon())
+        with closing(operator), closing(stranger):
+            open_namespace(operator, "ns", a="b")
+            client = Client(operator, open_namespace(operator, "ns#alice", a="b"))
+            every = keys(30)
+            assert client.put(every) == every
+            refused = stranger.call(m.DropNamespace(5, named), soon())
+            assert isinstance(refused, m.Fault)
+            assert refused.code == "access_denied"
+            assert client.get(every) == every
+            dropped = operator.call(m.DropNamespace(6, named), soon())
+            assert isinstance(dropped, m.Done)
+            assert dropped.count >= len(every)
+    finally:
+        nodes.close()

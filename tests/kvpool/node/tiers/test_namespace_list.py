@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.kvpool.core.events import Event, NamespacesSaved
-from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
+from pdserve.kvpool.node.tiers.node_tiers import NamespaceListWriter
 from pdserve.kvpool.tiers.base import TierSettings
 from tests.support.kvpool.tier_tools import MemoryTier
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.node.config.node import TierConfig
+from pdserve.kvpool.node.config import TierConfig
 from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.kvpool.node_processes import client_of
 from tests.support.kvpool.nodes import StartProcess, start_fails

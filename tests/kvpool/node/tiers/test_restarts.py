@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
+from pdserve.kvpool.node.config import PoolNodeConfig, TierConfig
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from tests.support.kvpool.inproc import InprocNode

@@ -10,15 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from pdserve.kvpool.core.events import (
-    Event,
-    LoadPages,
-    PagesFound,
-    PagesLoaded,
-    PagesStored,
-    SlotPage,
-    StorePages,
-)
+from pdserve.kvpool.core import events as ev
 from pdserve.kvpool.node.tiers.worker import SPILL_BYTES, SPILL_PIECE_BYTES, TierWorker
 from pdserve.kvpool.tiers.base import (
     READ_FAILED,
@@ -63,7 +55,7 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         self.now_s = 0.0
-        self.events: queue.Queue[Event] = queue.Queue()
+        self.events: queue.Queue[ev.Event] = queue.Queue()
         self.above, self.below = (
             Disk(TierSettings("n0", path / name, 4 << 20, {}, lambda names: None)) for name in ("a", "b")
         )
@@ -77,9 +69,9 @@ class Pair:
         while not self.found().last:
             pass
 
-    def found(self) -> PagesFound:
+    def found(self) -> ev.PagesFound:
         event = self.events.get(timeout=WAIT_S)
-        assert isinstance(event, PagesFound)
+        assert isinstance(event, ev.PagesFound)
         return event
 
     def leave(self, n: int) -> None:
@@ -137,14 +129,14 @@ def test_a_tier_that_answers_for_another_number_of_pages_has_failed_for_those_of
     pair: Pair,
 ) -> None:
     """A plug-in's mistake: the node would take answers for those of other pages."""
-    pages = tuple(SlotPage(slot, 0, page(20 + slot)[0]) for slot in (0, 1))
+    pages = tuple(ev.SlotPage(slot, 0, page(20 + slot)[0]) for slot in (0, 1))
     pair.below.short = True
-    pair.worker.store(StorePages(1, pages))
+    pair.worker.store(ev.StorePages(1, pages))
     stored = pair.events.get(timeout=WAIT_S)
-    assert isinstance(stored, PagesStored)
+    assert isinstance(stored, ev.PagesStored)
     assert (stored.slots, stored.statuses) == ((0, 1), (WRITE_FAILED, WRITE_FAILED))
-    pair.worker.load(LoadPages(1, pages))
+    pair.worker.load(ev.LoadPages(1, pages))
     loaded = pair.events.get(timeout=WAIT_S)
-    assert isinstance(loaded, PagesLoaded)
+    assert isinstance(loaded, ev.PagesLoaded)
     assert (loaded.slots, loaded.statuses) == ((0, 1), (READ_FAILED, READ_FAILED))
     assert len(loaded.checksums) == 2

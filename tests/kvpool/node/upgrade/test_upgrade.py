@@ -20,7 +20,7 @@ import pytest
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.node.config.node import TierConfig
+from pdserve.kvpool.node.config import TierConfig
 from pdserve.kvpool.node.upgrade import upgrader
 from pdserve.kvpool.node.upgrade.upgrader import Start
 from pdserve.kvpool.protocol import messages as m

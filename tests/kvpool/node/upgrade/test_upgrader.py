@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pdserve.errors import NodeFailed, PdserveError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config import PoolNodeConfig
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Upgrade

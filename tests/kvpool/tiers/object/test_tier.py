@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED
-from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
+from pdserve.kvpool.tiers.object.sync import RemoteSegment, load_segment
 from tests.support.kvpool.object_server import Mode, ObjectServer
 from tests.support.kvpool.object_tiers import (
     CREDENTIALS,

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.node.events import feed
+from pdserve.kvpool.node import events
+from pdserve.kvpool.node.config import EventsConfig
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.kv_events import block_hash, object_key
 from tests.support.kvpool.nodes import Start, keys, open_namespace, put
@@ -66,7 +66,7 @@ def context() -> Iterator[zmq.Context[Any]]:
 def test_a_subscriber_knows_what_the_node_has(
     start: Start, context: zmq.Context[Any], tmp_path: Path, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "RELIST_S", 0.1)  # the node is a thread of this process
+    monkeypatch.setattr(events, "RELIST_S", 0.1)  # the node is a thread of this process
 
     def name(key: bytes, namespace: str = "ns") -> int | str:
         return block_hash(key) if form == "blocks" else object_key(namespace, key)

@@ -6,23 +6,133 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.errors import ConfigError
-from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig
-from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
-from pdserve.kvpool.node.memory.placement import Placement
-from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, MIN_SLOT_BYTES, slab_for
+from pdserve.kvpool.namespaces.access import TOKENS
+from pdserve.kvpool.node.memory.placement import MAX_SLAB_BYTES, MIN_SLOT_BYTES, Placement, slab_for
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
+from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
+from pdserve.kvpool.protocol.kv_events import EventFormat
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.security.tls import TlsConfig
-from pdserve.security.tokens import Secret, given_secret, secret_of
+from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, given_secret, is_digest, secret_of
 from pdserve.sizes import Size, SizeOrAuto, parse_bytes
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pool that a node belongs to. A loss is noticed within 2 s."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "pool"
+    """Name of the pool; a node of another pool is refused."""
+    peers: list[str] = []
+    """Addresses of other nodes; its own address may be among them. One node that answers is enough: it names
+    the others. `dns+tcp:NAME:PORT`: all addresses that DNS gives the name, looked up every 5 s.
+    """
+    etcd: EtcdConfig = EtcdConfig()
+    """Where nodes keep their addresses for clients, and find each other."""
+    advertise: str = ""
+    """Address of this node for clients and other nodes; empty: the first of `listen`."""
+    token: Secret = Secret("")
+    """Secret of the pool's nodes, equal on all of them; also from PDSERVE_POOL_CLUSTER_TOKEN."""
+    ping_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
+    """A node without an answer for this long is suspected, and dead if no other node reaches it in half of
+    this. Pings follow each other in 0.3 of it.
+    """
+
+
+class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a node pushes pages to their owners when the ring has changed."""
+
+    bytes_s: Annotated[Size, Meta(ge=0)] = 500_000_000
+    """Most bytes pushed per second, like `500MB`; 0: no limit."""
+
+
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class EventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Events of stored and removed pages over ZeroMQ, for routers of other stacks."""
+
+    address: str = ""
+    """ZeroMQ address of the events, like `tcp://127.0.0.1:5557` or `ipc:///run/a/b`; empty: no events.
+    Whoever reaches it reads them, without a token.
+    """
+    format: EventFormat = "blocks"
+    """blocks: events of SGLang and vLLM; objects: those of Mooncake, which Dynamo's KV router reads."""
+    topic: Annotated[str, Meta(max_length=256)] = ""
+    """Topic of each batch; llm-d wants `kv@POD@MODEL`."""
+    namespaces: list[str] = []
+    """Namespaces whose pages are told; empty: all that have no tokens."""
+    trusted_network: bool = False
+    """Publish to other hosts. Everyone who reaches the ports learns which prompts were served, if he guesses
+    them.
+    """
+
+    def __post_init__(self) -> None:
+        if self.address:
+            _check_events_address("events.address", self.address, self.trusted_network)
+
+
+def _check_events_address(name: str, address: str, trusted: bool) -> None:
+    """Raises ValueError."""
+    parts = urlsplit(address)
+    try:
+        is_address = parts.scheme == "ipc" or (parts.scheme == "tcp" and bool(parts.hostname and parts.port))
+    except ValueError:  # of the port
+        is_address = False
+    if not is_address:
+        raise ValueError(f"{name} must be like tcp://127.0.0.1:5557 or ipc:///run/a/b, found {address!r}")
+    if parts.scheme == "tcp" and parts.hostname not in LOOPBACK_HOSTS and not trusted:
+        raise ValueError(
+            f"{name}: other hosts reach {address}, and events ask for no token: use a loopback address, or "
+            "set events.trusted_network = true"
+        )
+
+
+class NamespaceDefaults(NamespaceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a namespace may do on each node, with its tokens as the file gives them."""
+
+    read_token: Secret = Secret("")
+    """Token required to read: plain, or `sha256:` and its digest; empty: none."""
+    write_token: Secret = Secret("")
+    """Token required to write; it permits reading too. Empty: as read_token."""
+    admin_token: Secret = Secret("")
+    """Token required to clear, drop, replace or change the namespace. Empty: as write_token."""
+
+
+class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A namespace that the node makes at its start."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Name of the namespace, as workers request it."""
+
+
+def settings_of(config: NamespaceDefaults) -> NamespaceSettings:
+    """As the nodes know them: tokens as digests. Reads the token files. Raises ConfigError."""
+    label = f"namespace '{config.name}'" if isinstance(config, NamespaceConfig) else "namespace_defaults"
+    given = {name: getattr(config, name) for name in NamespaceSettings.__struct_fields__}
+    try:
+        return NamespaceSettings(**given | {name: token_digest(name, given[name]) for name in TOKENS})
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from None
+
+
+def token_digest(name: str, given: Secret) -> str:
+    """The digest of a token given as text or in a file; empty for none. Raises ConfigError."""
+    token = given_secret(given, "", {})
+    if 0 < len(token) < MIN_CHARS and not token.startswith("sha256:"):
+        raise ConfigError(f"{name} must be {MIN_CHARS} characters or more; `pdserve key` makes one")
+    found = digest_of_setting(token)
+    if found and not is_digest(found):
+        raise ConfigError(f"{name}: after `sha256:` must come 64 hexadecimal digits")
+    return found
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,7 +353,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_auto(self) -> bool:
-        """The node decides its capacity when it starts (`node/auto_capacity.py`); until then it has no
+        """The node decides its capacity when it starts (`node/bootstrap.py`); until then it has no
         `capacity` and no `slab`.
         """
         return self.capacity_bytes == "auto"

@@ -9,9 +9,9 @@ import msgspec
 
 from pdserve.kvpool.core.events import PagesMoved
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.node.events import feed as module
-from pdserve.kvpool.node.events.feed import LISTED_PAGES, EventFeed
+from pdserve.kvpool.node import events as module
+from pdserve.kvpool.node.config import EventsConfig
+from pdserve.kvpool.node.events import LISTED_PAGES, EventFeed
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PageEntry
 from pdserve.kvpool.protocol.kv_events import block_hash
 from tests.support.kvpool.node_model import key

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from pdserve.engine.http import bounded_heads
-from pdserve.engine.http.bounded_heads import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedHeads
+from pdserve.engine.sglang import http_server
+from pdserve.engine.sglang.http_server import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedHeads
 from pdserve.security.connection_limits import ConnectionLimit
 
 HEAD = b"GET / HTTP/1.1\r\nhost: t\r\n"
@@ -91,7 +91,7 @@ async def test_beyond_the_bound_connections_go_that_wait_for_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stranger who opens as many sockets as the worker may have keeps no router out."""
-    monkeypatch.setattr(bounded_heads, "HEAD_S", 1000.0)
+    monkeypatch.setattr(http_server, "HEAD_S", 1000.0)
     connection_limit: ConnectionLimit[BoundedHeads] = ConnectionLimit(8)
 
     async with serving(functools.partial(BoundedHeads, connection_limit=connection_limit)) as port:
@@ -123,6 +123,6 @@ async def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bou
 async def test_a_head_that_does_not_end_in_time_ends_the_connection(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_heads, "HEAD_S", 0.1)
+    monkeypatch.setattr(http_server, "HEAD_S", 0.1)
     async with serving() as port:
         assert (await answer(port, sent)).count(b" 200 ") == sent.count(b"\r\n\r\n")

@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from pdserve.errors import StartupError
-from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.node.events import publisher as module
-from pdserve.kvpool.node.events.publisher import Publisher
+from pdserve.kvpool.node import events as module
+from pdserve.kvpool.node.config import EventsConfig
+from pdserve.kvpool.node.events import Publisher
 
 FIRST = 1000
 SOON_S = 20.0

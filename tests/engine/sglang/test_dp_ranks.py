@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.engine.http.dp_ranks import MORE_REQUESTS, DpRanks
+from pdserve.engine.sglang.tokenizer_manager import MORE_REQUESTS, DpRanks
 from pdserve.pages import page_hashes
 
 PAGE = 4
