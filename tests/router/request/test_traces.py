@@ -162,6 +162,16 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(lines_of(tmp_path / "trace")) == written
 
 
+def test_the_bytes_of_bodies_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, half = threading.Event(), traces.QUEUED_BYTES // 2
+    monkeypatch.setattr(traces.time, "sleep", lambda _: held.wait(10))  # a batch ends when it may
+    file = TraceFile(tmp_path / "trace")
+    assert [file.record(served(body_bytes=half)) for _ in range(4)] == [True, True, False, False]
+    held.set()
+    file.close()
+    assert len(lines_of(tmp_path / "trace")) == 2
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
     with pytest.raises(ConfigError, match="secret"):
         TraceFile(Path("/dev/full/trace"))
