@@ -4,7 +4,8 @@ and the pool's node is upgraded: what hangs, what is wrong, and what grows.
 Sessions follow each other without end, so many at a time: a prompt that all share, a past of one's own, and
 turns that repeat everything before. Of `--every` answers one is asked of plain SGLang too, which must say the
 same. No time is judged. The script fails where a request hung or failed, an answer differs, pins are left, or
-memory or descriptors of router or pool node grow by more than 1 % an hour, after a first quarter of the run.
+memory or descriptors of router or pool node grow by more than 1 % an hour in the second half of the run. In
+the first hour tables and tiers fill to their bounds: the router's sessions, the files of the SSD tier.
 """
 
 from __future__ import annotations
@@ -101,9 +102,12 @@ def main(
         output.row({"name": name, "what": what, "before": before, "after": after, "growth_an_hour": an_hour})
         if an_hour > GROWTH and minutes >= JUDGED_MINUTES:
             problems.append(f"{name}: {what} grow by {an_hour:.1%} an hour")
+    for sample in run.samples:
+        if sample.name in STEADY:
+            output.row(sample)
     output.row(run.counts, pins=pins)
     output.show(
-        Table("After the first quarter", ("process", "what", "mean then", "at the end", "an hour"), rows),
+        Table("In the second half", ("process", "what", "mean then", "at the end", "an hour"), rows),
         f"{msgspec.to_builtins(run.counts)}",
     )
     counts = run.counts
@@ -251,7 +255,7 @@ class Soak:
 
 
 def growth(samples: Sequence[Sample], seconds: float) -> Iterator[tuple[str, str, float, float, float]]:
-    """(process, what, mean of the second quarter, mean of the last, growth of it an hour), of those whose
+    """(process, what, mean of the third quarter, mean of the last, growth of it an hour), of those whose
     growth is judged.
     """
     for name in STEADY:
@@ -262,9 +266,9 @@ def growth(samples: Sequence[Sample], seconds: float) -> Iterator[tuple[str, str
         for what in ("memory_bytes", "descriptors"):
             before, after = (
                 fmean(getattr(one, what) for one in part)
-                for part in (its[quarter : 2 * quarter], its[-quarter:])
+                for part in (its[-2 * quarter : -quarter], its[-quarter:])
             )
-            yield name, what, before, after, (after / before - 1) * 3600 / (seconds / 2)
+            yield name, what, before, after, (after / before - 1) * 3600 / (seconds / 4)
 
 
 if __name__ == "__main__":

@@ -146,5 +146,5 @@ def test_what_grows_in_the_second_half_of_a_soak_is_told_an_hour() -> None:
         ("router", "descriptors"),
     ]
     memory, descriptors = (an_hour for *_, an_hour in found)
-    assert memory == pytest.approx(0.0745, abs=1e-4)  # 74.5 more in an hour than in the one before
+    assert memory == pytest.approx(2 * 50 / 1024.5)  # 50 more in half an hour
     assert descriptors == 0.0

@@ -75,7 +75,7 @@ class Understanding:
     ) -> None:
         """`needs_prefix`: of the prompts, for their plans."""
         self._stats = stats
-        self._history = History()
+        self._history = History(config.session.ttl_s)
         self._chains = Chains()
         self._keeps_nonces = config.keep_nonces
         self._fleet = fleet
@@ -239,7 +239,7 @@ class Understanding:
         """Tell what the client changed since the session's last turn, where it names the session."""
         session, words, change = request.facts.session, b"", None
         if session is not None and session.is_named:
-            is_known, change = self._history.follow(session, view)
+            is_known, change = self._history.follow(session, view, self._loop.time())
             words = b"" if is_known else b"previous_message_not_found"
         if change is not None:
             words = change.words()

@@ -12,7 +12,7 @@ cache diagnostics.
 Agents ask other things in between under the same name, like a title for the conversation. So a session has up
 to `MAX_THREADS` last turns. A turn is compared with that of which it changes the least, and one that has
 nothing of any of them begins another. Bounds: `MAX_MESSAGES` of a turn, at most 24 KB each, and
-`MAX_SESSIONS` of a router process.
+`MAX_SESSIONS` of a router process; a session is forgotten when the table of sessions forgets it.
 """
 
 from __future__ import annotations
@@ -122,25 +122,34 @@ def is_other(last: Turn, now: Turn) -> bool:
 class History:
     """The last turns of a router process."""
 
-    def __init__(self, capacity: int = MAX_SESSIONS) -> None:
+    def __init__(self, ttl_s: float, capacity: int = MAX_SESSIONS) -> None:
+        """`ttl_s`: after its last turn a session is forgotten."""
+        self._ttl_s = ttl_s
         self._capacity = capacity
-        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
-        """By the session's link; the newest turn of each at the end."""
+        self._turns: OrderedDict[str, tuple[float, list[Turn]]] = OrderedDict()
+        """By the session's link, the one seen last at the end: when that was, and its turns, the newest at
+        the end.
+        """
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def follow(self, key: SessionKey, view: RequestView) -> tuple[bool, Change | None]:
+    def follow(self, key: SessionKey, view: RequestView, now_s: float) -> tuple[bool, Change | None]:
         """(the session had a turn before, what this one changed). This turn is the last one from now on."""
-        before = self._turns.pop(key.links[-1], [])
+        seen_s, before = self._turns.pop(key.links[-1], (now_s, []))
+        if now_s - seen_s > self._ttl_s:
+            before = []
         now = turn_of(view, before)
         if before and change_of(before[-1], now) is None:  # nearly always
             before[-1] = now
-            self._turns[key.links[-1]] = before
+            self._turns[key.links[-1]] = now_s, before
             return True, None
         alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
         change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
-        self._turns[key.links[-1]] = [*(one for one in before if one is not last), now][-MAX_THREADS:]
-        if len(self._turns) > self._capacity:
-            self._turns.popitem(last=False)
+        turns = [*(one for one in before if one is not last), now][-MAX_THREADS:]
+        self._turns[key.links[-1]] = now_s, turns
+        for _ in range(2):  # for each that comes, so that they never pile up
+            oldest_s, _turns = next(iter(self._turns.values()))
+            if len(self._turns) > self._capacity or now_s - oldest_s > self._ttl_s:
+                self._turns.popitem(last=False)
         return bool(before), change

@@ -16,6 +16,8 @@ from pdserve.router.sessions.keys import named
 from tests.support.agents import CLIENTS, TURNS, Client
 from tests.support.memory import peak_bytes
 
+TTL_S = 3600.0
+
 
 def change(before: dict[str, Any], now: dict[str, Any]) -> Change | None:
     one, two = (turn_of(parse_request(json.dumps(body).encode())) for body in (before, now))
@@ -89,18 +91,34 @@ def test_what_is_no_list_of_messages_has_no_history(messages: object) -> None:
 
 
 def test_the_sessions_that_were_seen_last_are_followed() -> None:
-    history, view = History(capacity=2), parse_request(json.dumps(BODY).encode())
-    assert [history.follow(named(name), view)[0] for name in "abacb"] == [False, False, True, False, False]
+    history, view = History(TTL_S, capacity=2), parse_request(json.dumps(BODY).encode())
+    seen = [history.follow(named(name), view, 0.0)[0] for name in "abacb"]
+    assert seen == [False, False, True, False, False]
     assert len(history) == 2
 
 
+def test_sessions_are_forgotten_some_time_after_their_last_turn() -> None:
+    history, view = History(TTL_S), parse_request(json.dumps(BODY).encode())
+
+    def knew(name: str, now_s: float) -> bool:
+        return history.follow(named(name), view, now_s)[0]
+
+    assert not any(knew(f"old {number}", 0.0) for number in range(50))
+    assert knew("old 7", TTL_S)
+    assert not knew("old 8", TTL_S + 1)
+    for number in range(50):
+        knew(f"new {number}", TTL_S + 1)
+    assert knew("old 7", TTL_S + 1)
+    assert len(history) == 52  # no old one but these two
+
+
 def test_what_an_agent_asks_in_between_is_no_change() -> None:
-    history, name = History(), named("s")
+    history, name = History(TTL_S), named("s")
     title = {"system": "Give a title.", "messages": [user("What is this about?"), user(LONG)]}
     main = [BODY, {**BODY, "messages": [*BODY["messages"], user("d")]}]
     said = [BODY, title, main[1], title, {**main[1], "system": "x"}]
     views = [parse_request(json.dumps(body).encode()) for body in said]
-    changes = [history.follow(name, view)[1] for view in views]
+    changes = [history.follow(name, view, 0.0)[1] for view in views]
     assert [change and change.reason for change in changes] == [None, None, None, None, "system_changed"]
 
 
