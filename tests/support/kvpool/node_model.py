@@ -115,8 +115,10 @@ class Node:
         return self._ids
 
     def ask(self, connection: int, message: m.Request, kind: type[R]) -> R:
-        replies = answers(self.send(connection, message), connection)
-        assert len(replies) == 1, replies
+        """The one reply. What the same client has asked before may be answered with it."""
+        answered = answers(self.send(connection, message), connection)
+        replies = [reply for reply in answered if reply.id == message.id]
+        assert len(replies) == 1, answered
         assert isinstance(replies[0], kind), replies[0]
         return replies[0]
 

@@ -61,6 +61,8 @@ class _Store:
     namespace: int
     page: TierPage
     void: bool = False
+    again: bool = False
+    """It is forgotten as soon as it is there, as its damaged copy was, and is to be stored again."""
 
 
 class Demotions:
@@ -95,7 +97,7 @@ class Demotions:
         self.evicted_unwritten = 0
         if index.tiers:
             store.on_evict, store.in_tier = self._evicted, index.has
-            index.on_loss = self._lost
+            index.on_loss, index.on_damage = self._lost, self._damaged
 
     def sinks(self, namespace: int) -> bool:
         """Whether pages of the namespace are stored in tiers. Pages with a time to live are not.
@@ -227,6 +229,16 @@ class Demotions:
         elif (slot := self._store.find(namespace, key)) != NONE:
             self._stored[slot] = 0
 
+    def _damaged(self, namespace: int, key: bytes) -> None:
+        """A tier's copy was of no use; what was written meanwhile is in memory alone."""
+        slot = self._store.find(namespace, key)
+        if slot == NONE:
+            return
+        if slot in self._stores:
+            self._stores[slot].void = self._stores[slot].again = True
+        elif self._store.state(slot) == COMMITTED:
+            self._store_at_once(slot)
+
     def _has_room(self) -> bool:
         limits = self._limits
         return not self._stores or (
@@ -291,8 +303,11 @@ class Demotions:
                 if not storing.void and self._valid(page):
                     tier.add(page.space, page.key, page.length_bytes)
                     if in_use:
-                        self._stored[slot] = 1
+                        # a tier that hangs has taken it, and cannot give it: a pass looks again
+                        self._stored[slot] = self._index.has(storing.namespace, page.key)
                         self._drop_copy(slot, storing.namespace, out)
+                elif storing.again and in_use:
+                    self._store_at_once(slot)
             elif status == REFUSED:
                 tier.largest_bytes = min(tier.largest_bytes, page.length_bytes)
             else:

@@ -162,7 +162,7 @@ class Promotions:
                 self._index.late_loaded(load.tier, load.name)
             if load.void:
                 if load.late and status != LOADED and self._is_current(load):
-                    self._index.forget(load.namespace, [load.name.key], out, only=load.tier)
+                    self._forget(load, out)
                 self._end(load)
                 self._store.give_back([slot], out)
             elif status == LOADED:
@@ -178,7 +178,7 @@ class Promotions:
         """The tier could not load the page: try the next tier, or report a miss."""
         name = load.name
         self.failed += status != GONE
-        self._index.forget(load.namespace, [name.key], out, only=load.tier)
+        self._forget(load, out)
         tier, length_bytes = self._index.find(load.namespace, name.key)
         if tier != NONE and length_bytes == name.length_bytes:
             load.tier = tier
@@ -187,6 +187,11 @@ class Promotions:
         self._end(load)
         self._store.give_back([load.slot], out)
         self._resolve(load, NONE, now_s, out)
+
+    def _forget(self, load: Load, out: list[Action]) -> None:
+        """The tier's copy is of no use."""
+        self._index.forget(load.namespace, [load.name.key], out, only=load.tier)
+        self._index.on_damage(load.namespace, load.name.key)
 
     def _is_current(self, load: Load) -> bool:
         """Whether the load's namespace still has the space in which the page is."""

@@ -124,6 +124,8 @@ class TierIndexes:
         self._on_change: Callable[[int, bytes | None], None] | None = None
         self.on_loss: Callable[[int | None, bytes], None] = lambda namespace, key: None
         """Called with namespace and key of a page that a tier cannot give any more; None: many may be."""
+        self.on_damage: Callable[[int, bytes], None] = lambda namespace, key: None
+        """Called with namespace and key of a page of which a tier's copy turned out to be of no use."""
         for tier in self.tiers:
             tier.lost = self._lost
 

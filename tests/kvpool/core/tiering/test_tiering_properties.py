@@ -243,5 +243,15 @@ class Clients(RuleBasedStateMachine):
             self.release(0)
 
 
+def test_a_page_that_is_written_while_its_damaged_copy_is_read_is_stored_again() -> None:
+    clients = Clients()
+    clients.start(write="all", store_pages=1, sunk=True)
+    clients.write_all(tier=0)
+    clients.get(client=0, keys=[0])
+    clients.put_many(first=0)
+    clients.get_and_load(client=0, keys=[0], status=CORRUPT)
+    clients.teardown()  # every page in memory is below, too
+
+
 TestClients = Clients.TestCase
 TestClients.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)
