@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -243,13 +244,15 @@ class Clients(RuleBasedStateMachine):
             self.release(0)
 
 
-def test_a_page_that_is_written_while_its_damaged_copy_is_read_is_stored_again() -> None:
+@pytest.mark.parametrize("status", [CORRUPT, READ_FAILED, GONE])
+def test_a_page_that_is_written_while_its_damaged_copy_is_read_is_stored_again(status: int) -> None:
     clients = Clients()
     clients.start(write="all", store_pages=1, sunk=True)
     clients.write_all(tier=0)
     clients.get(client=0, keys=[0])
+    clients.time(1.5)  # the read is late
     clients.put_many(first=0)
-    clients.get_and_load(client=0, keys=[0], status=CORRUPT)
+    clients.get_and_load(client=0, keys=[0], status=status)
     clients.teardown()  # every page in memory is below, too
 
 

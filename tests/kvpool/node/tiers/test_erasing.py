@@ -130,8 +130,8 @@ def test_clients_go_on_with_a_tenant_whose_pages_were_deleted(searched: Searched
 
 
 TOLD_FURTHER = (
-    "a known fault: no byte is left, but a node that hears of it as it first reads the bucket goes on saying that "
-    "it has the pages, until somebody reads one"
+    "a known fault: no byte is left, but a node that hears of it as it first reads the bucket goes on saying "
+    "that it has the pages, until somebody reads one"
 )
 
 
