@@ -56,7 +56,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -90,10 +90,8 @@ def isolated(body: bytes, given: msgspec.Raw, namespace: str, *, is_plain: bool 
         raise RequestError(
             400, "Invalid value for 'cache_salt': it must be a string, or a list of them.", param="cache_salt"
         ) from None
-    if not salts and namespace == SHARED:
-        return body
     if not salts:
-        return with_text(body, _member_of(namespace, is_plain=is_plain))
+        return body if namespace == SHARED else with_text(body, _member_of(namespace, is_plain=is_plain))
     salt_of = _plain_salt if is_plain else _salt
     if isinstance(salts, list):
         return with_member(body, "cache_salt", [salt_of(namespace, salt) for salt in salts])
@@ -234,6 +232,7 @@ _MEDIA_TEXTS: Final = ("messages", "input", "query", "documents")
 _MEDIA_DATA: Final = ("image_data", "video_data", "audio_data")
 _media_texts: Final = attrgetter(*_MEDIA_TEXTS)
 _media_data: Final = attrgetter(*_MEDIA_DATA)
+_is_said: Final = itemgetter(1)
 _MEDIA_NAMES: Final = tuple(b'%b"' % name.encode() for name in sorted(_PARTS))
 """A member that holds media, or a part's type, behind its quote. In a text the quotes would be written with a
 backslash.
@@ -246,10 +245,6 @@ def check_media(view: RequestView, domains: Collection[str]) -> None:
     """Raises RequestError (400) for media that would not come from the body or one of the domains. `view`:
     from `parse_tenant_request`.
     """
-    if not any(_media_data(view)):
-        texts = [text for text in _media_texts(view) if text]
-        if not any(map(_names_media, texts)):
-            return
     for where, source in _sources(view):
         problem = _problem(source, domains)
         if problem:
@@ -258,16 +253,13 @@ def check_media(view: RequestView, domains: Collection[str]) -> None:
 
 def _sources(view: RequestView) -> Iterator[tuple[str, str]]:
     """(field, URL or data) of all media."""
-    for field in _MEDIA_TEXTS:
-        said: msgspec.Raw = getattr(view, field)
-        if said and _names_media(said):
+    for field, said in filter(_is_said, zip(_MEDIA_TEXTS, _media_texts(view), strict=True)):
+        if _names_media(said):
             for source in _in_parts(_decoded(said, field)):
                 yield field, source
-    for field in _MEDIA_DATA:
-        said = getattr(view, field)
-        if said:
-            for source in _texts(_decoded(said, field)):
-                yield field, source
+    for field, said in filter(_is_said, zip(_MEDIA_DATA, _media_data(view), strict=True)):
+        for source in _texts(_decoded(said, field)):
+            yield field, source
 
 
 def _names_media(text: msgspec.Raw) -> bool:
