@@ -71,7 +71,7 @@ class SettledReport(msgspec.Struct):
     settled: bool
 
 
-_settled_decoder = msgspec.json.Decoder(SettledReport)
+_decode_settled = msgspec.json.Decoder(SettledReport).decode
 
 
 async def settle(parts: Parts, request: Request, asked: Settle) -> str:
@@ -91,8 +91,20 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     begun_s = monotonic()
     question = msgspec.json.encode({"request_id": asked.request_id, "timeout_s": wait_s})
     try:
-        answer = await parts.fetch(request, asked.worker, "/pd/settled", question, wait_s + SLACK_S)
-        report = _settled_decoder.decode(answer)
+        up = await parts.upstream.exchange(
+            request,
+            asked.worker,
+            b"/pd/settled",
+            request.lines,
+            question,
+            wait_s + SLACK_S,
+            parts.limits_s.connect_s,
+            None,
+            MAX_ERROR_BYTES,
+        )
+        if up.status != 200:
+            raise WorkerAnswerError(up.status, b"")
+        report = _decode_settled(up.take())
         outcome = "unknown" if not report.known else "settled" if report.settled else "unsettled"
     except FAILURES as error:
         outcome = outcome_of(error)
