@@ -77,11 +77,13 @@ _FIELD_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
 _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
-_NO_PROMPT: Final = msgspec.Raw(b"")
+_PASSED_ON: Final = frozenset(PASSED_ON)
 _OWN_LINES: Final = (
     b"x-request-id: %b\r\nx-pdserve-plan: %b\r\nx-pdserve-prefill: %b\r\n"
     b"x-pdserve-prefill-cached: %b\r\nx-pdserve-decode: %b\r\n"
 )
+_HIDING_LINES: Final = b"x-request-id: %b\r\nx-pdserve-plan: %b\r\nx-pdserve-prefill-cached: %b\r\n"
+"""The same for a client that may not see where the workers are."""
 _JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
@@ -107,6 +109,12 @@ def told(words: tuple[str, ...]) -> bytes:
     if not said.isprintable():
         said = "".join(character if character.isprintable() else "?" for character in said)
     return said.encode("ascii", "replace")
+
+
+@lru_cache(maxsize=1024)
+def _without_figures(plan_words: bytes) -> bytes:
+    """What clients are told of a plan that may not see how busy workers are."""
+    return _FIGURES.sub(b"", plan_words)
 
 
 class Losses(msgspec.Struct):
@@ -379,15 +387,13 @@ class Request(ClientRequest):
 
     def set_lines(self) -> None:
         """Make the header lines for workers anew."""
-        fields = self.fields
-        content_type = JSON  # whatever the client says of its JSON, or does not say
-        if self.endpoint.is_form:
-            given = fields.get(b"content-type", JSON)
-            content_type = given if _FIELD_VALUE.fullmatch(given) else JSON
-        lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.worker_id)
-        for name in PASSED_ON:
-            if name in fields and _FIELD_VALUE.fullmatch(fields[name]):
-                lines += b"%b: %b\r\n" % (name, fields[name])
+        fields, lines = self.fields, _JSON_LINES % self.worker_id  # whatever the client says of its JSON
+        if self.endpoint.is_form and _FIELD_VALUE.fullmatch(given := fields.get(b"content-type", b"")):
+            lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (given, self.worker_id)
+        if not _PASSED_ON.isdisjoint(fields):
+            for name in PASSED_ON:
+                if name in fields and _FIELD_VALUE.fullmatch(fields[name]):
+                    lines += b"%b: %b\r\n" % (name, fields[name])
         self.lines = lines + self.salt_line + self.keep_line
 
     # --- the answer
@@ -430,13 +436,14 @@ class Request(ClientRequest):
             self.missed
             or self.more_headers
             or not (self.prefill_cached and self.decode_id)
-            or not self.shows_insides
             or (tenant is not None and tenant.has_rates)
         ):
             lines = self._own_lines(lines)
-        else:  # nearly always, where there is a prefill stage: at once
+        elif self.shows_insides:  # nearly always, where there is a prefill stage: at once
             said = self.id, self.plan_words, self.prefill_id, self.prefill_cached, self.decode_id
             lines += _OWN_LINES % said
+        else:
+            lines += _HIDING_LINES % (self.id, _without_figures(self.plan_words), self.prefill_cached)
         self.start(status, lines, length, closes=closes)
 
     def _own_lines(self, lines: bytes) -> bytes:
@@ -446,7 +453,7 @@ class Request(ClientRequest):
             now_s = self.connection.loop.time()
             pairs += rate_headers(self.tenant, self.endpoint.errors, now_s, time.time())
         if words := self.plan_words:
-            pairs.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
+            pairs.append((b"x-pdserve-plan", words if self.shows_insides else _without_figures(words)))
             hidden = () if self.shows_insides else (b"x-pdserve-prefill", b"x-pdserve-decode")
             pairs += [pair for pair in self.worker_headers if pair[0] not in hidden]
         return lines + b"".join([b"%b: %b\r\n" % pair for pair in pairs])
