@@ -26,7 +26,7 @@ class Channel(asyncio.Protocol):
 
     __slots__ = (
         "_unread", "_writable", "client", "is_closing", "is_full", "is_reading", "loop", "shared",
-        "transport",
+        "shown", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
     _unread: Unread
@@ -43,6 +43,8 @@ class Channel(asyncio.Protocol):
         self._writable: asyncio.Event | None = None
         """Somebody waits until it has read."""
         self.is_reading = True
+        self.shown: tuple[bytes, object, Any] = b"", None, None
+        """What the last request showed of its client, the keys that there were then, and whose it was."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""

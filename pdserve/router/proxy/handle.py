@@ -105,7 +105,7 @@ class Proxy:
             else:  # nearly always
                 request.total_s = request.started_s + self._total_s
                 tenants = gate.tenants
-                request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
+                request.tenant = gate.whose(request) if tenants.has_keys else tenants.anonymous
                 request.held_bytes = size
                 bodies.held_bytes += size
             request.phase = "plan"
@@ -217,7 +217,7 @@ class Proxy:
             await self._serve_other_method(request)
             return False
         try:
-            request.tenant = self._whose(request)
+            request.tenant = self._gate.whose(request)
             body = await self._bodies.read(request)
         except RequestError as error:
             await self._bodies.refuse(request, error)
@@ -231,9 +231,6 @@ class Proxy:
         if not request.connection.is_reading:  # for a large body, which was read
             request.connection.read_on()
         return True
-
-    def _whose(self, request: Request) -> TenantState:
-        return self._gate.authenticate(request.fields, request.address)
 
     async def _serve_other_method(self, request: Request) -> None:
         cors = self._cors
