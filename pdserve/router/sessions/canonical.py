@@ -105,8 +105,8 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
             last = earlier
             break
     if marks:
-        count, rest = marks[-1].messages, bytes(memoryview(messages)[marks[-1].end :])
-        text = b"[" + rest.lstrip(_SPACE).removeprefix(b",")
+        count, end, _ = marks[-1]
+        text = b"[" + bytes(memoryview(messages)[end:]).lstrip(_SPACE).removeprefix(b",")
     else:
         count, text = 0, bytes(messages)
     if not text or (len(text) > MAX_MEMBERS and is_crowded(text)):
@@ -122,15 +122,15 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
             first += 1
         shared = b"\0".join([one for _, one in said[:first]])
         head, head_bytes = xxhash.xxh3_128_digest(shared) if first else b"", len(shared)
-    hashes, sizes = bytearray(last.hashes[: count * LINK_BYTES]), last.sizes[:count]
-    link = bytes(hashes[-LINK_BYTES:])
+    links, sizes = [last.hashes[: count * LINK_BYTES]], last.sizes[:count]
+    link = links[0][-LINK_BYTES:]
     for _, one in said[first : first + at_most - count]:
         link = xxhash.xxh3_128_digest(link + one)
-        hashes += link
+        links.append(link)
         sizes.append(len(one))
-    if first + len(sizes) - count == len(items):
+    if items and first + len(sizes) - count == len(items):
         marks += _marks(messages, items[first:][-MAX_REPEATED:], len(sizes))
-    return Chain(bytes(hashes), sizes, head, head_bytes, marks[-MAX_REPEATED:])
+    return Chain(b"".join(links), sizes, head, head_bytes, marks[-MAX_REPEATED:])
 
 
 class Chains:
@@ -153,7 +153,12 @@ class Chains:
 
 def _common(messages: msgspec.Raw, marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
     """Those of the marks that hold for these messages."""
-    text, digest, at, held = memoryview(messages), xxhash.xxh3_64(), 0, 0
+    text = memoryview(messages)
+    if marks:
+        _, end, expected = marks[-1]
+        if end < len(text) and xxhash.xxh3_64_intdigest(text[:end]) == expected:
+            return marks  # nearly always
+    digest, at, held = xxhash.xxh3_64(), 0, 0
     for _, end, expected in marks:
         digest.update(text[at:end])
         if end >= len(text) or digest.intdigest() != expected:
