@@ -75,7 +75,6 @@ class Parts:
             body,
             limit_s=limit_s,
             limit_bytes=MAX_ERROR_BYTES,
-            connect_s=self.limits_s.connect_s,
         )
         if answer.status != 200:
             raise WorkerAnswerError(answer.status, answer.body)

@@ -98,13 +98,12 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
             request.lines,
             question,
             wait_s + SLACK_S,
-            parts.limits_s.connect_s,
             None,
             MAX_ERROR_BYTES,
         )
         if up.status != 200:
             raise WorkerAnswerError(up.status, b"")
-        report = _decode_settled(up.take())
+        report = _decode_settled(up.rest)
         outcome = "unknown" if not report.known else "settled" if report.settled else "unsettled"
     except FAILURES as error:
         outcome = outcome_of(error)
@@ -186,7 +185,7 @@ def count_prompt(stats: Stats, request: Request, tokens: Sequence[int]) -> None:
     worker that says so: a later one finds what the first one computed.
     """
     request.is_prompt_counted = True
-    turn = turn_label(request.plan.turn) if request.plan.turn else "none"
+    turn = turn_label(request.plan.turn)
     for tier, count in zip(TIERS, tokens, strict=True):
         if count:
             stats.turn_tokens[turn, tier] += count
@@ -216,7 +215,6 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
                     request.lines,
                     request.body,
                     limits_s.prefill_s,
-                    limits_s.connect_s,
                     None,
                     MAX_ERROR_BYTES,
                 )
@@ -326,7 +324,6 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             request.lines + request.room_line,
             body,
             limit_s,
-            parts.limits_s.connect_s,
             None,
             MAX_ERROR_BYTES,
         )
@@ -356,7 +353,7 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     """
     if up.status != 200:
         raise WorkerAnswerError(up.status, up.take())
-    report, stats, meter, turns_line = _decode_report(up.take()), parts.stats, request.meter, NO_TURNS
+    report, stats, plan, turns_line = _decode_report(up.rest), parts.stats, request.plan, NO_TURNS
     if report.missed or report.turns != "0":
         turns_line = _note_words(request, report)
     if worker.circuit.failures:
@@ -365,9 +362,10 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     stats.prompt_tokens += prompt_tokens
     if found is None or not (found.device or found.host or found.pool):
         tokens = 0, 0, 0, prompt_tokens
-        if prompt_tokens and not (request.is_prompt_counted or request.plan.turn):
+        if prompt_tokens and not request.is_prompt_counted:
             request.is_prompt_counted = True
-            stats.turn_tokens["none", "computed"] += prompt_tokens
+            turn = turn_label(plan.turn) if plan.turn else "none"
+            stats.turn_tokens[turn, "computed"] += prompt_tokens
     else:
         cached = found.device + found.host + found.pool
         tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)
@@ -383,12 +381,12 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     else:
         request.cached_before = cached_before_line(by_prompt)
     request.prefill_id, request.prefill_cached = worker.id_header, CACHED_WORDS % tokens
-    if request.plan.handoff == "pool":
+    if plan.handoff == "pool":
         request.turns_line, request.published_s = turns_line, report.publish_ms / 1e3
         if (first := report.first) and first.isalnum():  # else it could end the header
             request.cached_before += b"x-pdserve-first: %b\r\n" % first.encode()
-    if meter is not None:
-        meter.prompt_tokens = prompt_tokens
+    if request.meter is not None:
+        request.meter.prompt_tokens = prompt_tokens
     if report.missing_pages:
         stats.missing_pages += report.missing_pages
         stats.prefill["partial"] += 1

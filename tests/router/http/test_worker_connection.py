@@ -37,7 +37,7 @@ class Client:
 
     async def ask(self, body: bytes = b"{}", limit_s: float = 5.0, limit_bytes: int = LIMIT_BYTES) -> Fetched:
         return await self.upstream.fetch(
-            self.worker, "/x", b"x-a: b\r\n", body, connect_s=2.0, limit_s=limit_s, limit_bytes=limit_bytes
+            self.worker, "/x", b"x-a: b\r\n", body, limit_s=limit_s, limit_bytes=limit_bytes
         )
 
     async def read(self, body: bytes = b"{}") -> bytes:
@@ -48,7 +48,7 @@ class Client:
     ) -> tuple[WorkerConnection, bytes]:
         """The connection of an answer that goes to the sink as it comes, and what the sink has not taken."""
         up = await self.upstream.exchange(
-            Waiter(), self.worker, b"/x", b"", b"{}", connect_s=2.0, limit_s=limit_s, sink=sink
+            Waiter(), self.worker, b"/x", b"", b"{}", limit_s=limit_s, sink=sink
         )
         up.read_head()
         return up, up.take()
