@@ -16,10 +16,9 @@ from pdserve.router.request.request import Request
 from pdserve.router.sessions.table import SessionEntry, digest
 
 
-def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
+def last_turn(parts: Parts, request: Request, now_s: float) -> SessionEntry | None:
     """The last turn of the request's session; of a session that another one began, that one's."""
-    facts, now_s = request.facts, parts.loop.time()
-    session = facts.session
+    facts, session = request.facts, request.facts.session
     if session is None:
         return None
     last = parts.placer.sessions.get(session, now_s)

@@ -296,6 +296,7 @@ class Request(ClientRequest):
         made.news = PAUSE
         made.more_body = made.keep_alive = made.ends_line = made.shows_insides = True
         made.has_head = made.is_complete = made.is_gone = made.is_told_to_go_on = made.streams = False
+        made._is_chunked = made.has_chunks = False
         made.is_prompt_counted = made.is_started = made.is_stream = made.is_early = made.has_turn = False
         return made
 
@@ -315,7 +316,6 @@ class Request(ClientRequest):
             made = copied(blanks[path])
             made.connection = connection
             made.method = method
-            made.target = target
             made.headers = headers
             made.fields = fields = dict(headers)
             made.parts_s = {}
