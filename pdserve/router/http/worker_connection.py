@@ -216,14 +216,13 @@ class WorkerConnection(Answer, asyncio.Protocol):
             owner.resume()
             return
         sink = self.sink
-        if self.status and sink is not None:
-            if self.pieces:
-                self.is_young = False
-                sink(self)
-            elif self.is_young:
-                sink(self)
-        else:
+        if sink is not None and self.pieces:
+            self.is_young = False
+            sink(self)
+        elif sink is None or not self.status:
             self._receive(len(data))
+        elif self.is_young:
+            sink(self)
         if broken is not None:
             self.fail(broken)
 

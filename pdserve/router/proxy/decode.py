@@ -213,7 +213,7 @@ class Decode:
                 self._begin_stream(request, up)
             marks = request.marks
             assert marks is not None
-            data = marks.take(data, True)
+            data = marks.take_last(data)
             if not request.is_started:
                 request.begin_stream(up)
             if data and meter is not None and marks.used is None:
@@ -233,7 +233,7 @@ class Decode:
         """Pass on what came before, and note whose fault it is."""
         rest = error.rest if isinstance(error, UpstreamError) else b""
         if rest and request.is_stream and request.marks is not None:  # its client was slow to read
-            await request.pass_on(request.marks.take(rest, False), more=True)
+            await request.pass_on(request.marks.take(rest), more=True)
         request.decode_id = b""
         is_long = not request.streams and outcome_of(error) == "timeout"  # no sign of a worker's fault
         consequence = "another worker is tried, if there is one"

@@ -325,7 +325,7 @@ class Request(ClientRequest):
             if not ids:
                 ids += new_ids()
             made.id = made.worker_id = id_ = ids.pop()
-            if is_plain and not made.endpoint.is_form:
+            if is_plain:
                 made.lines = _JSON_LINES % id_
             else:
                 made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
@@ -423,14 +423,13 @@ class Request(ClientRequest):
         in bytes; None: a stream of events. `closes`: the connection ends with the answer. `is_early`: only a
         head is sent now.
         """
-        has_head = self.is_early
         if is_early:
             self.is_early = True
         else:
             self.is_started, self.status, self.is_stream = True, status, length is None
             self.first_s = now_s or monotonic()
-        if has_head:
-            return
+            if self.is_early:
+                return
         tenant = self.tenant
         if (
             self.missed
@@ -469,14 +468,13 @@ class Request(ClientRequest):
         data = b"".join(up.pieces)
         up.pieces.clear()
         up.deadline_s = up.clock.now_s + self.between_s
-        ready = marks.take(data, False)
+        ready = marks.take(data)
         if not ready or connection.is_closing:
             return
         if not self.is_started:
             self.begin_stream(up)
-        meter = self.meter
-        if meter is not None and (meter.mark in ready or not marks.is_marked):
-            meter.count(ready, self.ends_line)
+        if not marks.is_marked and self.meter is not None:  # else the marks tell what it has used
+            self.meter.count(ready, self.ends_line)
         self.ends_line = ready[-1] == _LINE_END
         if self.has_chunks:
             connection.transport.write(b"%x\r\n%b\r\n" % (len(ready), ready))

@@ -59,17 +59,17 @@ async def test_what_is_counted_is_what_is_done(monkeypatch: pytest.MonkeyPatch) 
     """One step more for each request shows: a function of the router, one of C, and the bytecodes."""
     async with bench(monkeypatch) as measured:
         before = await measured.cost(1)
-        take = StreamMarks.take
+        take = StreamMarks.take_last
 
-        def longer(marks: StreamMarks, data: bytes, at_end: bool) -> bytes:
-            return take(marks, data, at_end)
+        def longer(marks: StreamMarks, data: bytes) -> bytes:
+            return take(marks, data)
 
         code = compile(
             "def one_more(f):\n  return lambda *given: (len(given), f(*given))[1]\n", "x.py", "exec"
         )
         names: dict[str, Any] = {}
         exec(code, names)
-        monkeypatch.setattr(StreamMarks, "take", names["one_more"](longer))
+        monkeypatch.setattr(StreamMarks, "take_last", names["one_more"](longer))
         after = await measured.cost(1)
         assert round(after.frames - before.frames) == 1
         assert round(after.c_calls - before.c_calls) >= 1
