@@ -286,12 +286,13 @@ class Gate:
         meter, now_s = request.meter, self._loop.time()
         assert meter is not None
         try:
-            request.used = used = meter.total(request.is_stream)
-            prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
-            if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
-                prompt, output = used
+            request.used = prompt, output = meter.total(request.is_stream)
+            is_charged = 0 < request.status < 400 or request.end is not None
+            if is_charged or meter.prompt_tokens is not None:
                 if prompt + output > self._fleet.longest_context.get(request.model, 0):
                     prompt, output = self._credible(request, prompt, output)
+            else:  # refused, or failed, before any worker said that it computed the prompt
+                prompt = output = 0
             tenant.settle(meter.charged_tokens, prompt, output, now_s)
         finally:  # a slot that is not given back is lost for good
             changed = self.queue.end(request.lane, tenant, request.entered_s, now_s)

@@ -437,7 +437,8 @@ class Fleet:
         if tokens or prefills:
             worker.queued_here += tokens
             worker.prefilling += prefills
-        self.log.moved.append(worker)
+        if self.log.is_read:
+            self.log.moved.append(worker)
         if not worker.circuit.retry_at_s:
             return 0
         self._snapshots.clear()
@@ -449,7 +450,8 @@ class Fleet:
         if tokens or prefills:
             worker.queued_here -= tokens
             worker.prefilling -= prefills
-        self.log.moved.append(worker)
+        if self.log.is_read:
+            self.log.moved.append(worker)
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
         """Add prompt tokens sent to `worker` to be computed. Negative: they were computed or dropped."""

@@ -116,12 +116,13 @@ class Placer:
         """
         if facts.prefix is not None:
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
-        if facts.session is None or not facts.is_turn:
+        session, prefill = facts.session, plan.prefill
+        if session is None or not facts.is_turn:
             return None
-        before, prefill = self.sessions.get(facts.session, now_s), plan.prefill
+        before = self.sessions.get(session, now_s)
         prefill_id = prefill.id if prefill else before.prefill_id if before else ""
         workers = before.workers if before else ()
-        if facts.session.is_named:
+        if session.is_named:
             known = dict(workers)
             for info in (worker.info, prefill.info if prefill else None):
                 if info is not None and info.info_tag not in known:
@@ -138,7 +139,7 @@ class Placer:
             shared_tokens=found_tokens if before is None else before.shared_tokens,
             workers=workers,
         )
-        self.sessions.record(facts.session, entry)
+        self.sessions.record(session, entry)
         return entry
 
     def on_answered(

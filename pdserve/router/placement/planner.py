@@ -48,6 +48,8 @@ class RequestFacts(msgspec.Struct, gc=False):
     endpoint: Endpoint
     model: str | None = None
     session: SessionKey | None = None
+    is_turn: bool = False
+    """The request is a turn of its session. Other requests, like tokenizing, fill no cache."""
     is_final: bool = False
     """No request of the session follows."""
     prompt_tokens_estimate: int = 0
@@ -75,11 +77,6 @@ class RequestFacts(msgspec.Struct, gc=False):
     """A random number of 32 bits."""
     prefix: Prefix | None = None
     """The prompt's blocks. None: no policy uses them, or the endpoint does not compute the prompt."""
-
-    @property
-    def is_turn(self) -> bool:
-        """The request is a turn of its session. Other requests, like tokenizing, fill no cache."""
-        return self.session is not None and self.endpoint.task == "generate"
 
 
 Handoff = Literal["pool", "direct"]
@@ -198,11 +195,11 @@ class Planner(msgspec.Struct, frozen=True):
                 turn = 1 if last is None else last.turns + 1
         asked = Ask(facts.prompt_tokens_estimate, name, last_id, facts.turn, facts.draw, places)
         choice = self.decode_policy.choose(asked, candidates)
-        decode, prefill = choice.worker, None if sender is None else sender.worker
+        decode = choice.worker
         if sender is None:
             prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, asked)
         else:
-            why_prefill, cause = str(sender), sender.cause or sender.reason
+            prefill, why_prefill, cause = sender.worker, str(sender), sender.cause or sender.reason
         return Plan(
             decode,
             prefill,
@@ -213,7 +210,7 @@ class Planner(msgspec.Struct, frozen=True):
             places,
             turn,
             "pool" if sender is None else "direct",
-            has_fallback=bool(snapshot.decode),
+            sender is None or bool(snapshot.decode),
         )
 
     def _choose_handoff(

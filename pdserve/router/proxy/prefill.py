@@ -85,7 +85,8 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     wait_s -= parts.loop.time() - asked.answered_s
     if wait_s <= 0:
         return "settle=past"
-    if asked.worker.lacks("settled"):
+    worker, info = asked.worker, asked.worker.info
+    if info is not None and "settled" in info.lacks:
         return "settle=absent"
     request.phase = "settle"
     begun_s = monotonic()
@@ -93,7 +94,7 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     try:
         up = await parts.upstream.exchange(
             request,
-            asked.worker,
+            worker,
             b"/pd/settled",
             request.lines,
             question,
@@ -228,13 +229,14 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
         elif request.prefills is not None:
             release_prefill(parts, request)
         now_s = monotonic()
-        spent_s, published_s, parts_s = now_s - begun_s, request.published_s, request.parts_s
-        if published_s is None:
-            parts_s["prefill"] = spent_s
-        else:  # the worker reports it; it cannot be longer than what was measured here
-            if not 0.0 <= published_s <= spent_s:
-                published_s = min(max(0.0, published_s), spent_s)
-            parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
+        if request.streams or request.trace is not None:
+            spent_s, published_s, parts_s = now_s - begun_s, request.published_s, request.parts_s
+            if published_s is None:
+                parts_s["prefill"] = spent_s
+            else:  # the worker reports it; it cannot be longer than what was measured here
+                if not 0.0 <= published_s <= spent_s:
+                    published_s = min(max(0.0, published_s), spent_s)
+                parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
     request.asked_s = now_s  # the decode worker is asked at once
     return f"stage={outcome}"
 

@@ -158,9 +158,6 @@ class Understanding:
                 or tenant.limits.retain_tokens
             )
         )
-        prefix = None
-        if is_usual and self._needs_prefix:
-            prefix = prefix_of(view, prompt, view.model or model)
         request.facts = RequestFacts(
             endpoint=endpoint,
             model=view.model,
@@ -171,9 +168,11 @@ class Understanding:
             can_be_direct=fleet.has_direct and is_usual and not asks_about_prompt(view),
             turn=turn,
             draw=getrandbits(32),
-            prefix=prefix,
         )
-        if not is_usual:
+        if is_usual:
+            if self._needs_prefix:
+                request.facts.prefix = prefix_of(view, prompt, view.model or model)
+        else:
             self._look_closer(request, tenant, view)
             request.set_lines()
 
@@ -185,6 +184,7 @@ class Understanding:
         session = find_session_key(self._sources, fields, view, request.body, self._chains)
         if session is not None:
             facts.session = session = session.of_model(scope, tenant.name if has_keys else "")
+            facts.is_turn = endpoint.task == "generate"
             facts.is_final = has_wishes and is_final(fields)
         if has_keys:
             self._keep_apart(request, tenant, view)
@@ -207,7 +207,7 @@ class Understanding:
             facts.prefix = prefix_of(view, request.prompt, f"{tenant.cache}/{scope}" if has_keys else scope)
         if endpoint.is_hint or has_wishes or tenant.limits.retain_tokens:
             self._retain(request, tenant, view)
-        if endpoint.task == "generate" and (session is not None or view.diagnostics):
+        if facts.is_turn or (view.diagnostics and endpoint.task == "generate"):
             self._compare(request, view)
 
     def _estimate(self, request: Request, view: RequestView) -> None:

@@ -82,8 +82,8 @@ class Meter:
         return made
 
     def count(self, data: bytes, begins_line: bool = True) -> None:
-        """Whole events of a stream. `begins_line`: what came before ended a line. Of a stream with marks,
-        pieces without `mark` need not be counted.
+        """Whole events of a stream. `begins_line`: what came before ended a line. Pieces need not be counted
+        whose tokens marks list.
         """
         self.events += data.count(_EVENT) + (begins_line and data[:6] == _EVENT[1:])
         self._is_done = data[-3:] == _DONE
@@ -108,12 +108,11 @@ class Meter:
             return marks.used
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
+            usage, data = self._usage, self._said
+            if self._is_one:
+                return number_after(data, usage.prompt_mark) or known, number_after(data, usage.mark)
             prompt, output, _ = self._sums()
-            if (
-                self._usage.is_list
-                and self._said
-                and not (self._said[:1] == b"{" and self._said[-1:] == b"}")
-            ):
+            if usage.is_list and data and not (data[:1] == b"{" and data[-1:] == b"}"):
                 prompt = max(prompt, known)
             return prompt or known, output
         self._read(self._said)
@@ -138,9 +137,7 @@ class Meter:
 
     def _sums(self) -> tuple[int, int, int]:
         prompt, output, count = self._pieces
-        usage, data = self._usage, self._said
-        if self._is_one:
-            return prompt + number_after(data, usage.prompt_mark), output + number_after(data, usage.mark), 1
+        usage = self._usage
         for said in usage.prompt.findall(self._said):
             if count % self._choices == 0:  # the answers to a prompt stand together
                 prompt += _sum_of_list(said) if usage.is_list else int(said)

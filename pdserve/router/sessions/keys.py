@@ -82,7 +82,8 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
 
 def named(name: str, parent: str = "") -> SessionKey:
     """The key of a session that its client names."""
-    name = _bounded(name)
+    if len(name) > MAX_SESSION_KEY_CHARS:
+        name = _bounded(name)
     return SessionKey(name, (name,), parent, is_named=True)
 
 
