@@ -93,14 +93,7 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     question = msgspec.json.encode({"request_id": asked.request_id, "timeout_s": wait_s})
     try:
         up = await parts.upstream.exchange(
-            request,
-            worker,
-            b"/pd/settled",
-            request.lines,
-            question,
-            wait_s + SLACK_S,
-            None,
-            MAX_ERROR_BYTES,
+            request, worker, b"/pd/settled", request.lines, question, wait_s + SLACK_S, None, MAX_ERROR_BYTES
         )
         if up.status != 200:
             raise WorkerAnswerError(up.status, b"")
@@ -199,25 +192,19 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
     the request itself is at fault.
     """
     request.phase, begun_s = "prefill", monotonic()
-    prefix, info, limits_s = request.facts.prefix, worker.info, parts.limits_s
+    prefix, info, limit_s = request.facts.prefix, worker.info, parts.limits_s.prefill_s
     is_foreign = info is not None and "prefill" in info.lacks
     is_long = request.prefill_tokens >= parts.pull_ahead_tokens
     try:
         if prefix is not None and prefix.digests and not is_foreign:
             outcome = await _shared(parts, request, worker)
         elif is_foreign or is_long or parts.suspicion.is_active:
-            outcome = await _computed(parts, request, worker, limits_s.prefill_s)
+            outcome = await _computed(parts, request, worker, limit_s)
         else:  # as `ask`, and nothing beside it
             try:
+                target = request.endpoint.prefill_target
                 up = await parts.upstream.exchange(
-                    request,
-                    worker,
-                    request.endpoint.prefill_target,
-                    request.lines,
-                    request.body,
-                    limits_s.prefill_s,
-                    None,
-                    MAX_ERROR_BYTES,
+                    request, worker, target, request.lines, request.body, limit_s, None, MAX_ERROR_BYTES
                 )
                 outcome = _read(parts, request, worker, up)
             except FAILURES as error:
@@ -301,8 +288,13 @@ async def _pull_ahead(parts: Parts, request: Request) -> None:
     """Have the decode worker read pages as they are published, until cancelled. Never fails."""
     outcome = "ok"  # also when prefill ends first
     try:
-        target = f"/pd/pull?endpoint={request.endpoint.path}"
-        await parts.fetch(request, request.plan.decode, target, request.body, parts.limits_s.prefill_s)
+        worker, target = request.plan.decode, f"/pd/pull?endpoint={request.endpoint.path}"
+        limit_s = parts.limits_s.prefill_s
+        answer = await parts.upstream.fetch(
+            worker, target, request.lines, request.body, limit_s=limit_s, limit_bytes=MAX_ERROR_BYTES
+        )
+        if answer.status != 200:
+            outcome = f"status-{answer.status}"
     except FAILURES as error:
         outcome = outcome_of(error)
     finally:
@@ -320,14 +312,7 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     has_turn = parts.suspicion.is_active and await parts.suspects.take_turn(request)
     try:
         up = await parts.upstream.exchange(
-            owner,
-            worker,
-            target,
-            request.lines + request.room_line,
-            body,
-            limit_s,
-            None,
-            MAX_ERROR_BYTES,
+            owner, worker, target, request.lines + request.room_line, body, limit_s, None, MAX_ERROR_BYTES
         )
         read = _read_foreign if is_foreign else _read
         return read(parts, request, worker, up)

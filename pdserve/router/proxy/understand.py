@@ -178,42 +178,36 @@ class Understanding:
 
     def _look_closer(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """The facts of a request about which anything is unusual. Raises RequestError."""
-        endpoint, facts, fields = request.endpoint, request.facts, request.fields
-        scope, has_keys = view.model or request.model, self._gate.tenants.has_keys
-        has_wishes = not _WISHES.isdisjoint(fields)
-        session = find_session_key(self._sources, fields, view, request.body, self._chains)
+        endpoint, facts, has_keys = request.endpoint, request.facts, self._gate.tenants.has_keys
+        scope = view.model or request.model
+        session = find_session_key(self._sources, request.fields, view, request.body, self._chains)
         if session is not None:
-            facts.session = session = session.of_model(scope, tenant.name if has_keys else "")
+            facts.session = session.of_model(scope, tenant.name if has_keys else "")
             facts.is_turn = endpoint.task == "generate"
-            facts.is_final = has_wishes and is_final(fields)
         if has_keys:
             self._keep_apart(request, tenant, view)
-        elif endpoint.salt == "body" and view.cache_salt and request.model in self._fleet.plain_salts:
+        elif view.cache_salt and endpoint.salt == "body" and request.model in self._fleet.plain_salts:
             request.body = isolated(request.body, view.cache_salt, SHARED, is_plain=True)
-        if not (endpoint.is_usual and facts.prompt_tokens_estimate):
-            self._estimate(request, view)
-        several = facts.has_several_prompts
-        asks_more = several or view.n or view.best_of or view.sampling_params
-        if endpoint.task is not None and (asks_more or endpoint.task == "embed"):
-            self._count(facts, view, request.prompt)
+        if (
+            any(_says_more(view))
+            or facts.has_several_prompts
+            or not (endpoint.is_usual and facts.prompt_tokens_estimate and _WISHES.isdisjoint(request.fields))
+            or tenant.limits.retain_tokens
+        ):
+            self._look_further(request, tenant, view)
         if self._fleet.has_direct and endpoint.is_prefillable and not endpoint.stored_as:
-            has_one = not several and facts.answers == 1
+            has_one = facts.answers == 1 and not facts.has_several_prompts
             facts.can_be_direct = has_one and not asks_about_prompt(view)
-        if view.priority or (has_wishes and PRIORITY_HEADER in fields):
-            facts.urgency = self._urgency(request, tenant, view)
-        if endpoint.continues:
-            facts.holder = self._holder(request, tenant, view)
         if self._needs_prefix and endpoint.task is not None:
             facts.prefix = prefix_of(view, request.prompt, f"{tenant.cache}/{scope}" if has_keys else scope)
-        if endpoint.is_hint or has_wishes or tenant.limits.retain_tokens:
-            self._retain(request, tenant, view)
         if facts.is_turn or (view.diagnostics and endpoint.task == "generate"):
             self._compare(request, view)
 
-    def _estimate(self, request: Request, view: RequestView) -> None:
-        """The tokens of a request that costs more than its prompt, or has none."""
-        endpoint, facts, before = request.endpoint, request.facts, 0
-        may_be_media = request.model not in self._fleet.text_only
+    def _look_further(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+        """What few requests say beside their prompt and their session. Raises RequestError."""
+        endpoint, facts, fields = request.endpoint, request.facts, request.fields
+        facts.is_final = facts.session is not None and is_final(fields)
+        before, may_be_media = 0, request.model not in self._fleet.text_only
         for name in endpoint.preamble_fields:
             before += estimate_prompt_tokens(getattr(view, name), may_be_media=may_be_media)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
@@ -222,6 +216,14 @@ class Understanding:
         if endpoint.bytes_per_token:
             charged = len(request.body) // endpoint.bytes_per_token
         facts.prompt_tokens_estimate, facts.charged_tokens = tokens, charged
+        if computes:
+            self._count(facts, view, request.prompt)
+        if view.priority or PRIORITY_HEADER in fields:
+            facts.urgency = self._urgency(request, tenant, view)
+        if endpoint.continues:
+            facts.holder = self._holder(request, tenant, view)
+        if endpoint.is_hint or RETAIN_HEADER in fields or tenant.limits.retain_tokens:
+            self._retain(request, tenant, view)
 
     def _keep_apart(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Tenants share neither caches nor sessions, nor see others' load. Raises RequestError for what it
