@@ -41,7 +41,6 @@ from pdserve.router.http.tls import (
     is_refused,
 )
 from pdserve.router.native.answers import Answer
-from pdserve.router.native.heads import joined
 
 MAX_IDLE = 256
 """Idle keep-alive connections to one worker that are kept for more than `IDLE_CHECK_S`."""
@@ -146,11 +145,6 @@ class WorkerConnection(Answer, asyncio.Protocol):
         """Look at the headers."""
         self.said = said = dict(self.pairs)
         self.is_stream = said.get(b"content-type", b"").startswith(b"text/event-stream")
-
-    @property
-    def lines(self) -> bytes:
-        """The answer's header lines that go to a client."""
-        return joined(self.pairs, NOT_PASSED_ON)
 
     @property
     def asked_by(self) -> object:

@@ -110,10 +110,8 @@ class Proxy:
                 request.held_bytes = size
                 bodies.held_bytes += size
             request.phase = "plan"
-            view, snapshot = understanding.read(request), None
-            now_s = self._loop.time()
-            if view.model in self._fleet.tasks:
-                snapshot = self._fleet.snapshot(view.model, now_s)
+            view, now_s, fleet = understanding.read(request), self._loop.time(), self._fleet
+            snapshot = fleet.snapshot(view.model, now_s) if view.model in fleet.tasks else None
             if snapshot is not None and snapshot.slots:
                 understanding.understand(request, tenant, view)
                 if not gate.start(request, tenant, snapshot.slots, now_s):

@@ -45,7 +45,8 @@ from pdserve.router.api.errors import (
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.client_request import Channel, ClientRequest, Headers
 from pdserve.router.http.driven import PAUSE
-from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.http.worker_connection import NOT_PASSED_ON, WorkerConnection
+from pdserve.router.native.heads import joined
 from pdserve.router.native.slots import copied
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s
@@ -486,7 +487,7 @@ class Request(ClientRequest):
         now_s, said = monotonic(), up.said.get(TIMING_HEADER)
         pulled_s = 0.0 if said is None else pull_s(said)
         timing = finish_parts(self.parts_s, self.asked_s, pulled_s, self.started_s, now_s)
-        lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)
+        lines = b"%b%bserver-timing: %b\r\n" % (joined(up.pairs, NOT_PASSED_ON), STREAM_LINES, timing)
         self.answer(up.status, lines, None, now_s=now_s)
         self.phase = "stream"
 
