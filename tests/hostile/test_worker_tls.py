@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,9 +62,8 @@ async def refusal(worker: MockWorker, tls: TlsConfig, caplog: pytest.LogCaptureF
     return f"{line} | {error.value}"
 
 
-async def post(upstream: Upstream, worker: Worker, connect_s: float = 5.0) -> bytes:
-    limits: dict[str, Any] = {"connect_s": connect_s, "limit_s": 5.0, "limit_bytes": 1 << 20}
-    answer = await upstream.fetch(worker, "/x", b"", b"{}", **limits)
+async def post(upstream: Upstream, worker: Worker) -> bytes:
+    answer = await upstream.fetch(worker, "/x", b"", b"{}", limit_s=5.0, limit_bytes=1 << 20)
     return answer.body
 
 
@@ -107,10 +105,10 @@ async def test_a_worker_that_speaks_in_clear_at_an_https_address_or_says_nothing
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    upstream = Upstream(Limits(), tls=WorkerTls(authority.client()))
+    upstream = Upstream(Limits(), tls=WorkerTls(authority.client()), connect_s=0.5)
     try:
         with pytest.raises(UpstreamError, match=says) as error:
-            await post(upstream, Worker("decode", f"https://127.0.0.1:{port}"), connect_s=0.5)
+            await post(upstream, Worker("decode", f"https://127.0.0.1:{port}"))
         assert error.value.kind == "connect"
     finally:
         upstream.close()

@@ -164,7 +164,6 @@ class Pages:
             target,
             lines,
             body,
-            connect_s=self._router.config.deadlines.connect_s,
             limit_s=limit_s,
             limit_bytes=MAX_ANSWER_BYTES,
             method=method,

@@ -90,7 +90,6 @@ class Weights:
                 FROM_DISK,
                 _HEADERS,
                 body,
-                connect_s=self._router.config.deadlines.connect_s,
                 limit_s=limit_s,
                 limit_bytes=MAX_ANSWER_BYTES,
             )

@@ -11,6 +11,7 @@ Metrics of tenants and of the queue.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import math
 import time
@@ -25,7 +26,7 @@ from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import OTHERS
-from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models
+from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, MAX_CONTEXT, UNKNOWN_SLOTS, Fleet, Models
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.native.slots import copied
 from pdserve.router.request.request import Request
@@ -38,8 +39,8 @@ from pdserve.security.tokens import bearer, digest, same
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MAX_CONTEXT = 1 << 24
-"""Tokens that no model takes, for workers that do not say how many theirs does, or more than this."""
+MAX_SHOWN_BYTES = 512
+"""Of headers with a key, which a connection keeps."""
 TICK_S = 0.1
 """Bound on how late a waiting request is refused, or learns of a new worker."""
 
@@ -91,6 +92,18 @@ class Gate:
         tenant = self._looked_at(key, address, self.tenants.find)
         if tenant is None:
             raise self._unknown(key)
+        return tenant
+
+    def whose(self, request: Request) -> TenantState:
+        """As `authenticate`. A connection shows the same key again and again, which is looked at once."""
+        tenant: TenantState
+        fields, keys, (known, then, tenant) = request.fields, self.tenants.by_prefix, request.connection.shown
+        shown = b"%b\n%b" % (fields.get(b"authorization", b""), fields.get(b"x-api-key", b""))
+        if then is keys and hmac.compare_digest(shown, known):
+            return tenant
+        tenant = self.authenticate(fields, request.address)
+        if len(shown) <= MAX_SHOWN_BYTES:
+            request.connection.shown = shown, keys, tenant
         return tenant
 
     def authenticate_admin(self, headers: dict[bytes, bytes], address: str) -> None:
@@ -172,7 +185,7 @@ class Gate:
         lane.start(tenant)
         request.lane, request.entered_s = lane, now_s
         tenant.use.requests += 1
-        if facts.choices == facts.prompts == 1:
+        if facts.answers == 1:
             request.meter = meter = copied(ONE_ANSWER[request.path])
             meter.charged_tokens = facts.charged_tokens
         else:
@@ -268,29 +281,28 @@ class Gate:
             self.release(ticket)
             raise
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: Request, tenant: TenantState) -> None:
         """A request that ran is over: charge what it used, and let a waiting one run."""
-        meter, now_s, tenant, lane = request.meter, self._loop.time(), request.tenant, request.lane
+        meter, now_s = request.meter, self._loop.time()
         assert meter is not None
-        assert tenant is not None
         try:
-            request.used = used = meter.total(request.is_stream)
-            prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
-            if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
-                prompt, output = used
-                context = self._fleet.longest_context.get(request.model) or MAX_CONTEXT
-                if prompt > context or output > context or context > MAX_CONTEXT:
+            request.used = prompt, output = meter.total(request.is_stream)
+            is_charged = 0 < request.status < 400 or request.end is not None
+            if is_charged or meter.prompt_tokens is not None:
+                if prompt + output > self._fleet.longest_context.get(request.model, 0):
                     prompt, output = self._credible(request, prompt, output)
+            else:  # refused, or failed, before any worker said that it computed the prompt
+                prompt = output = 0
             tenant.settle(meter.charged_tokens, prompt, output, now_s)
         finally:  # a slot that is not given back is lost for good
-            changed = self.queue.end(lane, tenant, request.entered_s, now_s)
+            changed = self.queue.end(request.lane, tenant, request.entered_s, now_s)
             if changed:
                 self._wake(changed)
 
     def _credible(self, request: Request, prompt: int, output: int) -> tuple[int, int]:
         """What workers say counts as far as it can be: a worker's lie must not lock a tenant out."""
         facts = request.facts
-        context = min(self._fleet.longest_context.get(request.model) or MAX_CONTEXT, MAX_CONTEXT)
+        context = self._fleet.longest_context.get(request.model, MAX_CONTEXT)
         if prompt > context * facts.prompts:
             prompt = min(prompt, max(len(request.body), context * facts.prompts))
         return prompt, min(output, context * facts.answers)

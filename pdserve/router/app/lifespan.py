@@ -42,9 +42,10 @@ async def open_router(
         trace_file = TraceFile(Path(config.trace.file)) if config.trace.file else None
         if trace_file is not None:
             stack.push_async_callback(asyncio.to_thread, trace_file.close)
-        upstream = stack.enter_context(closing(Upstream(config.limits, token, tls)))
+        to_workers = config.limits, token, tls
+        upstream = stack.enter_context(closing(Upstream(*to_workers, config.deadlines.connect_s)))
         gate = stack.enter_context(closing(Gate(config, fleet)))
-        prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
+        prober = Prober(config.probe, fleet, upstream, Upstream(*to_workers, config.probe.timeout_s), stats)
         stack.push_async_callback(prober.close)
         follow = await stack.enter_async_context(discovered(config, fleet, token))
         router = Router(config, fleet, gate, upstream, stats, make_app, tracer, trace_file)

@@ -61,7 +61,6 @@ def _operation(path: str, row: Endpoint) -> dict[str, Any]:
 
 
 LIMIT_S: Final = 20.0
-CONNECT_S: Final = 5.0
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_AT_ONCE: Final = 8
 """Of one tenant, in one process of the router."""
@@ -160,7 +159,6 @@ async def _pass_on(router: Router, worker: Worker, method: str, target: str, bod
             method=method.encode(),
             limit_s=LIMIT_S,
             limit_bytes=MAX_ANSWER_BYTES,
-            connect_s=CONNECT_S,
         )
     except UpstreamError as error:
         status = 504 if error.kind == "timeout" else 502

@@ -24,10 +24,12 @@ Key = Callable[[Worker], float]
 class LoadLog:
     """The workers whose load has changed, in the order of the changes. Readers keep their place in it."""
 
-    __slots__ = ("moved",)
+    __slots__ = ("is_read", "moved")
 
     def __init__(self) -> None:
         self.moved: list[Worker] = []
+        self.is_read = False
+        """There is a reader, or was: changes need not be written before."""
 
     def cut(self) -> None:
         """Begin a new list where this one has grown long. Its readers sort all their workers then."""
@@ -43,6 +45,7 @@ class Order:
         self._places = {worker: place for place, worker in enumerate(workers)}
         self._key = key
         self._log = log
+        log.is_read = True
         self._sort()
 
     @property

@@ -171,7 +171,6 @@ class Prober:
                 path,
                 b"",
                 b"",
-                connect_s=timeout_s,
                 limit_s=timeout_s,
                 limit_bytes=MAX_ANSWER_BYTES,
                 method=b"GET",

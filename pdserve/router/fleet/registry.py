@@ -185,6 +185,8 @@ def _names(models: Collection[str]) -> str:
     return ", ".join(repr(name) for name in models)
 
 
+MAX_CONTEXT: Final = 1 << 24
+"""Tokens that no model takes, for workers that do not say how many theirs does, or more than this."""
 SLOTS_PER_RUNNING: Final = 2
 """So a worker always has a request to go on with, while others are prefilled or answered."""
 MAX_KNOWN_MODELS: Final = 256
@@ -281,7 +283,7 @@ class Fleet:
         self.on_doubt: Callable[[Worker], None] | None = None
         """Has a worker probed at once, whose connection was lost."""
         self.longest_context: dict[str, int] = {}
-        """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""
+        """Model → tokens of a request that its workers take at most, as they say, if that is credible."""
         self.has_direct = False
         """Some decode worker takes prompts directly."""
         self.body_limit_bytes = LARGEST_BODY_BYTES
@@ -318,9 +320,8 @@ class Fleet:
     def _facts_changed(self) -> None:
         joined = [w.info for w in self.workers if w.info and not w.refused]
         models = {info.model for info in joined}
-        self.longest_context = {
-            m: max(0, *(info.context_length for info in joined if info.model == m)) for m in models
-        }
+        longest = {m: max(info.context_length for info in joined if info.model == m) for m in models}
+        self.longest_context = {m: n if 0 < n < MAX_CONTEXT else MAX_CONTEXT for m, n in longest.items()}
         self.body_limit_bytes = body_limit_bytes(joined)
         self.has_direct = any(w.role == "decode" and w.is_direct for w in self.workers)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
@@ -436,7 +437,8 @@ class Fleet:
         if tokens or prefills:
             worker.queued_here += tokens
             worker.prefilling += prefills
-        self.log.moved.append(worker)
+        if self.log.is_read:
+            self.log.moved.append(worker)
         if not worker.circuit.retry_at_s:
             return 0
         self._snapshots.clear()
@@ -448,7 +450,8 @@ class Fleet:
         if tokens or prefills:
             worker.queued_here -= tokens
             worker.prefilling -= prefills
-        self.log.moved.append(worker)
+        if self.log.is_read:
+            self.log.moved.append(worker)
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
         """Add prompt tokens sent to `worker` to be computed. Negative: they were computed or dropped."""

@@ -47,7 +47,7 @@ class Application:
 
 
 class _OrdinaryRequest(ClientRequest):
-    __slots__ = ("_application", "_is_read", "_over", "_task")
+    __slots__ = ("_application", "_is_read", "_over", "_target", "_task")
     _task: asyncio.Task[None]
 
     def __init__(
@@ -60,7 +60,7 @@ class _OrdinaryRequest(ClientRequest):
         headers: Headers,
     ) -> None:
         super().__init__(connection, method, target, path, headers)
-        self._application = application
+        self._application, self._target = application, target
         self._is_read = False
         self._over: asyncio.Event | None = None
         """The answer is complete, or the client has left. Made for an application that waits for it."""
@@ -90,7 +90,7 @@ class _OrdinaryRequest(ClientRequest):
 
     def _scope(self) -> Scope:
         connection = self.connection
-        url = httptools.parse_url(self.target)  # it is one: the connection has looked
+        url = httptools.parse_url(self._target)  # it is one: the connection has looked
         path = url.path or b"/"
         method = self.method.decode("ascii")
         return {

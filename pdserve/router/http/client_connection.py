@@ -234,7 +234,6 @@ class ClientConnection(Channel):
             return
         if self._sending == "idle":
             self._sending = "head"
-        self._head_bytes += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -245,7 +244,7 @@ class ClientConnection(Channel):
         running = self._running
         # the parser's callbacks have ended the request, nearly always
         if self._sending != "idle" or self._head.is_open or self._pipeline:  # type: ignore[comparison-overlap]
-            self._bound()
+            self._bound(len(data))
         if self._unbegun and running is not None:
             self._unbegun = False
             if not self.is_closing:
@@ -254,12 +253,13 @@ class ClientConnection(Channel):
                 return
         self._update()
 
-    def _bound(self) -> None:
-        """Bound what is taken in ahead, and heads that have not come to their end."""
+    def _bound(self, size: int) -> None:
+        """Bound what is taken in ahead, and heads without an end. `size`: of what was read just now."""
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.pause_reading()
-        # the parser's callbacks end a request; what is open then is another head, behind it
-        if self._sending == "idle" and self._head.is_open:
+        if self._sending != "idle":
+            self._head_bytes += size
+        elif self._head.is_open:  # the parser's callbacks have ended a request: another head, behind it
             self._sending = "head"
         if self._sending == "head" and (self._head_bytes > MAX_HEAD_BYTES or self._head.count > MAX_HEADERS):
             self._refuse(_TOO_LONG)

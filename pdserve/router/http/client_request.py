@@ -26,7 +26,7 @@ class Channel(asyncio.Protocol):
 
     __slots__ = (
         "_unread", "_writable", "client", "is_closing", "is_full", "is_reading", "loop", "shared",
-        "transport",
+        "shown", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
     _unread: Unread
@@ -43,6 +43,8 @@ class Channel(asyncio.Protocol):
         self._writable: asyncio.Event | None = None
         """Somebody waits until it has read."""
         self.is_reading = True
+        self.shown: tuple[bytes, object, Any] = b"", None, None
+        """What the last request showed of its client, the keys that there were then, and whose it was."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
@@ -109,7 +111,7 @@ class ClientRequest(Driven):
 
     __slots__ = (
         "_head", "_is_chunked", "body", "connection", "has_chunks", "has_head", "headers",
-        "is_complete", "is_gone", "is_told_to_go_on", "keep_alive", "method", "more_body", "path", "target",
+        "is_complete", "is_gone", "is_told_to_go_on", "keep_alive", "method", "more_body", "path",
         "version", "waiter",
     )  # fmt: skip
     _head: bytes
@@ -129,7 +131,7 @@ class ClientRequest(Driven):
     """Of HTTP."""
     keep_alive: bool
     is_told_to_go_on: bool
-    """Who waits for `100 Continue` before its body was sent it, or the answer has begun."""
+    """Who waits for `100 Continue` before its body was sent it."""
     is_gone: bool
     """The client has left."""
     waiter: asyncio.Future[None] | None
@@ -138,18 +140,18 @@ class ClientRequest(Driven):
     def __init__(
         self, connection: Channel, method: bytes, target: bytes, path: str, headers: Headers
     ) -> None:
-        """`target`: as the client wrote it. `path`: empty where only the ordinary routes can tell. `headers`:
-        names in lower case.
+        """`path`: empty where only the ordinary routes can tell, from `target`, as the client wrote it.
+        `headers`: names in lower case.
         """
         super().__init__()
         self.connection = connection
         self.method = method
-        self.target = target
         self.path = path
         self.headers = headers
         self.version, self.body, self.waiter = "1.1", b"", None
         self.keep_alive = self.more_body = True
         self.is_told_to_go_on = self.is_gone = self.has_head = self.is_complete = False
+        self._is_chunked = self.has_chunks = False
 
     def begin(self) -> None:
         """Have the request served."""
@@ -217,7 +219,7 @@ class ClientRequest(Driven):
     async def read(self) -> tuple[bytes, bool] | None:
         """(the next piece of the request's body, whether more follows); None: the client has left."""
         connection = self.connection
-        if not self.is_told_to_go_on and not connection.transport.is_closing():
+        if not (self.is_told_to_go_on or self.has_head) and not connection.transport.is_closing():
             self.is_told_to_go_on = True
             if any(name == b"expect" and said.lower() == b"100-continue" for name, said in self.headers):
                 connection.transport.write(_CONTINUE)
@@ -235,8 +237,7 @@ class ClientRequest(Driven):
         first of them. `lines`: those of the head, each ended by CRLF. `closes`: the connection ends with the
         answer.
         """
-        self.has_head = self.is_told_to_go_on = True
-        self._is_chunked = self.has_chunks = False
+        self.has_head = True
         if closes:
             self.keep_alive = False
         if length is not None:
@@ -262,14 +263,14 @@ class ClientRequest(Driven):
         if self.is_gone or self.is_complete or connection.is_closing:
             return
         head, self._head = self._head, b""
-        self.has_chunks = self._is_chunked
         if self.method == b"HEAD":
             body = b""
         if not self._is_chunked:
             data = head + body
-        elif body:
-            data = b"%b%x\r\n%b\r\n%b" % (head, len(body), body, b"" if more else b"0\r\n\r\n")
         else:
+            self.has_chunks = True
+            if body:
+                head = b"%b%x\r\n%b\r\n" % (head, len(body), body)
             data = head if more else head + b"0\r\n\r\n"
         connection.transport.write(data)
         if not more:

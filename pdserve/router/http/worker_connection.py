@@ -41,10 +41,9 @@ from pdserve.router.http.tls import (
     is_refused,
 )
 from pdserve.router.native.answers import Answer
-from pdserve.router.native.heads import joined
 
 MAX_IDLE = 256
-"""Idle keep-alive connections to one worker."""
+"""Idle keep-alive connections to one worker that are kept for more than `IDLE_CHECK_S`."""
 IDLE_S = 4.0
 IDLE_CHECK_S = 1.0
 LAST_WORD_S = 1.0
@@ -148,11 +147,6 @@ class WorkerConnection(Answer, asyncio.Protocol):
         self.is_stream = said.get(b"content-type", b"").startswith(b"text/event-stream")
 
     @property
-    def lines(self) -> bytes:
-        """The answer's header lines that go to a client."""
-        return joined(self.pairs, NOT_PASSED_ON)
-
-    @property
     def asked_by(self) -> object:
         """The client's request for which the worker was asked, if there is one."""
         owner = self.owner
@@ -216,14 +210,13 @@ class WorkerConnection(Answer, asyncio.Protocol):
             owner.resume()
             return
         sink = self.sink
-        if self.status and sink is not None:
-            if self.pieces:
-                self.is_young = False
-                sink(self)
-            elif self.is_young:
-                sink(self)
-        else:
+        if sink is not None and self.pieces:
+            self.is_young = False
+            sink(self)
+        elif sink is None or not self.status:
             self._receive(len(data))
+        elif self.is_young:
+            sink(self)
         if broken is not None:
             self.fail(broken)
 
@@ -309,12 +302,13 @@ class WorkerPool:
             connection.cut()
         return None
 
-    async def connect(self, timeout_s: float, stale: UpstreamError | None = None) -> WorkerConnection:
+    async def connect(self, stale: UpstreamError | None) -> WorkerConnection:
         """Open a connection; runs in a task. Raises UpstreamError `busy` at a limit of this router or its
         machine, else `connect`. `stale`: how an idle one ended that had taken the request. If the port is
         closed now, the worker may have ended by the request: that is this error, and not `connect`.
         """
         worker, counts, upstream = self.worker, self.counts, self._upstream
+        timeout_s = upstream.connect_s
         if len(self.open) + self._connecting >= upstream.limits.worker_connections:
             raise UpstreamError("busy", f"worker {worker.id} has all its connections in use")
         self._connecting += 1
@@ -359,9 +353,11 @@ class WorkerPool:
         return [connection for connection in self.open if connection.asked_by is not None]
 
     def drop_aged(self, now_s: float) -> None:
-        """Close idle connections that are too old to be used again."""
+        """Close idle connections that are too old to be used again, or too many."""
         idle = self.idle
-        while idle and (now_s - idle[0].idle_since_s >= IDLE_S or not idle[0].is_open):
+        while idle and (
+            now_s - idle[0].idle_since_s >= IDLE_S or not idle[0].is_open or len(idle) > MAX_IDLE
+        ):
             idle.popleft().cut()
 
     def cut_all(self) -> None:
@@ -382,9 +378,14 @@ class Fetched(msgspec.Struct, frozen=True, gc=False):
 class Upstream:
     """The connections to all workers. Its constructor needs a running event loop."""
 
-    def __init__(self, limits: Limits, token: str = "", tls: WorkerTls | None = None) -> None:
-        """`token`: the cluster's bearer token, sent with each request. Empty: no token is sent."""
+    def __init__(
+        self, limits: Limits, token: str = "", tls: WorkerTls | None = None, connect_s: float = 5.0
+    ) -> None:
+        """`token`: the cluster's bearer token, sent with each request. Empty: no token is sent. `connect_s`:
+        the most that opening a connection takes.
+        """
         self.limits = limits
+        self.connect_s = connect_s
         self.tls = tls or WorkerTls()
         self._authorization = b"authorization: Bearer %b\r\n" % token.encode("ascii") if token else b""
         self._loop = asyncio.get_running_loop()
@@ -410,7 +411,6 @@ class Upstream:
         lines: bytes,
         body: bytes,
         limit_s: float,
-        connect_s: float,
         sink: Callable[[WorkerConnection], None] | None = None,
         limit_bytes: int = 0,
         method: bytes = b"POST",
@@ -435,7 +435,7 @@ class Upstream:
                 up = pool.take_idle(now_s)
         while True:
             if up is None:
-                up = await self._connected(pool, connect_s, stale)
+                up = await self._connected(pool, stale)
                 now_s = self.deadlines.now_s
                 if not up.is_open:  # since it was opened, before it could be used
                     raise UpstreamError("closed", "the connection was closed")
@@ -453,7 +453,7 @@ class Upstream:
                 up.owner = up.sink = None
                 if up.is_paused:
                     up.go_on(math.inf)
-                if up.is_whole and up.keeps and len(idle) < MAX_IDLE:
+                if up.is_whole and up.keeps:
                     up.idle_since_s = self.deadlines.now_s
                     idle.append(up)
                 else:
@@ -481,7 +481,6 @@ class Upstream:
         *,
         limit_s: float,
         limit_bytes: int,
-        connect_s: float,
         method: bytes = b"POST",
     ) -> Fetched:
         """As `exchange`, for an answer that is wanted whole; in a task, or beside other waits."""
@@ -492,15 +491,14 @@ class Upstream:
             lines,
             body,
             limit_s=limit_s,
-            connect_s=connect_s,
             limit_bytes=limit_bytes,
             method=method,
         )
         return Fetched(up.status, up.take())
 
     @staticmethod
-    async def _connected(pool: WorkerPool, limit_s: float, stale: UpstreamError | None) -> WorkerConnection:
-        connecting = asyncio.get_running_loop().create_task(pool.connect(limit_s, stale))
+    async def _connected(pool: WorkerPool, stale: UpstreamError | None) -> WorkerConnection:
+        connecting = asyncio.get_running_loop().create_task(pool.connect(stale))
         try:
             await asyncio.wait({connecting})
         except BaseException:

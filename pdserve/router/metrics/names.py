@@ -34,8 +34,9 @@ def histogram(labels: Labels, says: str, *, name: str = "") -> Any:
     return Definition(name, "histogram", labels, says, PREFIX)
 
 
+_TURNS: Final = ("none", "1", "2", "3", *("4-7",) * 4, *("8-15",) * 8, "16+")
+
+
 def turn_label(turn: int) -> str:
     """The label of a session's so manieth turn, from 1; 0: no session."""
-    if turn <= 3:
-        return str(turn) if turn else "none"
-    return "4-7" if turn < 8 else "8-15" if turn < 16 else "16+"
+    return _TURNS[turn] if turn < len(_TURNS) else _TURNS[-1]

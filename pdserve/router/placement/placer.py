@@ -116,15 +116,18 @@ class Placer:
         """
         if facts.prefix is not None:
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
-        if facts.session is None or not facts.is_turn:
+        session, prefill = facts.session, plan.prefill
+        if session is None or not facts.is_turn:
             return None
-        before = self.sessions.get(facts.session, now_s)
-        prefill_id = plan.prefill.id if plan.prefill else before.prefill_id if before else ""
+        before = self.sessions.get(session, now_s)
+        prefill_id = prefill.id if prefill else before.prefill_id if before else ""
         workers = before.workers if before else ()
-        if facts.session.is_named:
-            both = (worker, plan.prefill) if plan.prefill else (worker,)
-            turn = before.turns + 1 if before else 1
-            workers = with_workers(workers, [(w.info.info_tag, turn) for w in both if w.info is not None])
+        if session.is_named:
+            known = dict(workers)
+            for info in (worker.info, prefill.info if prefill else None):
+                if info is not None and info.info_tag not in known:
+                    turn = before.turns + 1 if before else 1
+                    workers = with_workers(workers, ((info.info_tag, turn),))
         entry = SessionEntry(
             request_id,
             worker.id,
@@ -136,7 +139,7 @@ class Placer:
             shared_tokens=found_tokens if before is None else before.shared_tokens,
             workers=workers,
         )
-        self.sessions.record(facts.session, entry)
+        self.sessions.record(session, entry)
         return entry
 
     def on_answered(
@@ -148,13 +151,9 @@ class Placer:
     ) -> None:
         """The answer is complete: the worker's memory also holds its `answer_tokens`."""
         key = facts.session
-        last = None if key is None or turn is None else self.sessions.get(key, now_s)
-        if key is None or turn is None or last is None:
+        if key is None or turn is None:
             return
-        if last is not turn and (last.request_id, last.seen_s) != (turn.request_id, turn.seen_s):
-            return  # a later one has begun
-        if facts.is_final:
+        if not facts.is_final:
+            self.sessions.complete(key, turn, answer_tokens, now_s)
+        elif self.sessions.get(key, now_s) is turn:
             self.sessions.forget(key)
-            return
-        tokens = turn.tokens + answer_tokens
-        self.sessions.record(key, msgspec.structs.replace(last, tokens=tokens, seen_s=now_s, answered=True))

@@ -42,12 +42,14 @@ from pdserve.router.sessions.keys import SessionKey
 from pdserve.router.sessions.table import SessionEntry
 
 
-class RequestFacts(msgspec.Struct, frozen=True, gc=False):
-    """The facts of one request for planning."""
+class RequestFacts(msgspec.Struct, gc=False):
+    """The facts of one request for planning. Nothing changes them once the request is understood."""
 
     endpoint: Endpoint
     model: str | None = None
     session: SessionKey | None = None
+    is_turn: bool = False
+    """The request is a turn of its session. Other requests, like tokenizing, fill no cache."""
     is_final: bool = False
     """No request of the session follows."""
     prompt_tokens_estimate: int = 0
@@ -75,11 +77,6 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """A random number of 32 bits."""
     prefix: Prefix | None = None
     """The prompt's blocks. None: no policy uses them, or the endpoint does not compute the prompt."""
-
-    @property
-    def is_turn(self) -> bool:
-        """The request is a turn of its session. Other requests, like tokenizing, fill no cache."""
-        return self.session is not None and self.endpoint.task == "generate"
 
 
 Handoff = Literal["pool", "direct"]
@@ -188,27 +185,32 @@ class Planner(msgspec.Struct, frozen=True):
         last_id = None
         if last is not None and last.decode_id in snapshot.members:
             last_id = last.decode_id
-            if last_id in others.by_id or any(worker.id == last_id for worker in snapshot.resting):
+            resting = snapshot.resting
+            if last_id in others.by_id or (resting and any(worker.id == last_id for worker in resting)):
                 last_id = None  # a worker of the other way, or of another duty now, is not gone
-        name = None if facts.session is None else facts.session.name
+        name, turn = None, 0
+        if facts.session is not None:
+            name = facts.session.name
+            if facts.is_turn:
+                turn = 1 if last is None else last.turns + 1
         asked = Ask(facts.prompt_tokens_estimate, name, last_id, facts.turn, facts.draw, places)
         choice = self.decode_policy.choose(asked, candidates)
-        decode, prefill = choice.worker, None if sender is None else sender.worker
+        decode = choice.worker
         if sender is None:
             prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, asked)
         else:
-            why_prefill, cause = str(sender), sender.cause or sender.reason
+            prefill, why_prefill, cause = sender.worker, str(sender), sender.cause or sender.reason
         return Plan(
             decode,
             prefill,
-            None if last is None else _settle(facts, snapshot, last, decode, prefill),
+            _settle(snapshot, last, decode, prefill) if turn and last is not None and last.answered else None,
             why + _words(str(choice) if choice.figures else choice.reason, why_prefill),
             _causes(choice.cause or choice.reason, cause),
             facts.prompt_tokens_estimate if places is None else _uncached(facts, prefill or decode, places),
             places,
-            0 if facts.session is None or not facts.is_turn else 1 if last is None else last.turns + 1,
+            turn,
             "pool" if sender is None else "direct",
-            has_fallback=bool(snapshot.decode),
+            sender is None or bool(snapshot.decode),
         )
 
     def _choose_handoff(
@@ -274,10 +276,10 @@ class Planner(msgspec.Struct, frozen=True):
         if not snapshot.prefill:
             word = "here" if snapshot.elastic else "none-ready"
             return None, word, word
-        last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
         try:
             if last is not None:
-                asked = _ask(facts, last_id, asked.places)
+                last_id = last.prefill_id if last.prefill_id in snapshot.members else None
+                asked = msgspec.structs.replace(asked, last_id=last_id)
             choice = self.prefill_policy.choose(asked, snapshot.prefill)
         except NoWorkerError:
             return None, "session-worker-gone", "session-worker-gone"
@@ -326,12 +328,8 @@ def direct_threshold(least: int, prefill: Worker, decode: Worker) -> int:
     return max(0, min(int(least + QUEUE_SHARE * longer), max(least, MAX_DIRECT_TOKENS)))
 
 
-def _settle(
-    facts: RequestFacts, snapshot: Snapshot, last: SessionEntry, decode: Worker, prefill: Worker | None
-) -> Settle | None:
-    """Whom to ask for the last turn's pages (rule 6)."""
-    if not last.answered or not facts.is_turn:
-        return None
+def _settle(snapshot: Snapshot, last: SessionEntry, decode: Worker, prefill: Worker | None) -> Settle | None:
+    """Whom to ask for the pages of the last turn, which was answered (rule 6)."""
     if prefill is None and decode.id == last.decode_id:
         return None
     holder = snapshot.holding(last.decode_id)

@@ -282,10 +282,11 @@ class Affinity:
         """
         if ask.session is None:
             return self._fallback.choose(ask, workers)
+        why, last = "rendezvous", None if ask.last_id is None else workers.by_id.get(ask.last_id)
+        if last is not None and last.load < self._stickiness.overload_min_requests:
+            return Choice(last, "session")
         limit = math.inf if self._stickiness.mode == "hard" else load_limit(self._stickiness, workers, _load)
-        why = "rendezvous"
         if ask.last_id is not None:
-            last = workers.by_id.get(ask.last_id)
             if last is not None and last.load < limit:
                 return Choice(last, "session")
             if last is not None:

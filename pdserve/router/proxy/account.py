@@ -41,12 +41,12 @@ class Account:
 
     def end(self, request: Request) -> None:
         """The request is over, in whatever way: count it."""
-        stats, now_s, endpoint, parts_s = self._stats, monotonic(), request.endpoint, request.parts_s
+        stats, now_s, parts_s = self._stats, monotonic(), request.parts_s
         if not request.is_started:
-            stats.requests[endpoint.path, "aborted"] += 1
+            stats.requests[request.path, "aborted"] += 1
         else:
             model, is_stream, is_complete = request.model, request.is_stream, request.is_complete
-            kind = endpoint.path, request.status, model, is_stream, is_complete, tuple(parts_s)
+            kind = request.path, request.status, model, is_stream, is_complete, tuple(parts_s)
             row = request.started_s, request.first_s, now_s, request.used[1], *parts_s.values()
             stats.answers[kind].append(row)
             stats.left -= 1

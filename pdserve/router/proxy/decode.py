@@ -18,8 +18,9 @@ from pdserve.router.api.endpoints import new_id
 from pdserve.router.api.request_body import with_member
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.tls import UpstreamError
-from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.http.worker_connection import NOT_PASSED_ON, WorkerConnection
 from pdserve.router.metrics.names import CACHES, TIERS
+from pdserve.router.native.heads import joined
 from pdserve.router.proxy.failures import Failure, WorkerAnswerError, outcome_of
 from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Parts
 from pdserve.router.proxy.prefill import cached_before_line, count_prompt
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 HELD_BYTES = 8 * 1024 * 1024
 """A longer answer goes to the client as it comes, and another worker can no longer be tried."""
 TAIL_BYTES: Final = 4096
+_NOT_OF_A_WHOLE: Final = NOT_PASSED_ON - {b"cache-control", b"x-accel-buffering"}
+"""Headers of an answer that is no stream which are not passed on."""
 _NOT_A_STREAM: Final = "the answer, or the rest of it, is no stream"
 
 
@@ -68,9 +71,7 @@ class Decode:
         if request.is_started or endpoint.stored_as or request.room_line:
             target, lines, body = self._question(request, worker, lines)
         try:
-            up = await parts.upstream.exchange(
-                request, worker, target, lines, body, limit_s, limits_s.connect_s, self.on_piece
-            )
+            up = await parts.upstream.exchange(request, worker, target, lines, body, limit_s, self.on_piece)
             if not request.is_begun:
                 self._begin(request, up)
             if up.status >= 400:
@@ -212,7 +213,7 @@ class Decode:
                 self._begin_stream(request, up)
             marks = request.marks
             assert marks is not None
-            data = marks.take(data, True)
+            data = marks.take_last(data)
             if not request.is_started:
                 request.begin_stream(up)
             if data and meter is not None and marks.used is None:
@@ -232,7 +233,7 @@ class Decode:
         """Pass on what came before, and note whose fault it is."""
         rest = error.rest if isinstance(error, UpstreamError) else b""
         if rest and request.is_stream and request.marks is not None:  # its client was slow to read
-            await request.pass_on(request.marks.take(rest, False), more=True)
+            await request.pass_on(request.marks.take(rest), more=True)
         request.decode_id = b""
         is_long = not request.streams and outcome_of(error) == "timeout"  # no sign of a worker's fault
         consequence = "another worker is tried, if there is one"
@@ -249,10 +250,7 @@ class Decode:
 
 def _begin_whole(request: Request, up: WorkerConnection, length: int | None) -> None:
     """Send the head of an answer that is no stream. `length`: of its body, None: as the worker says."""
-    lines = up.lines
-    for name in (b"cache-control", b"x-accel-buffering"):
-        if name in up.said:
-            lines += b"%b: %b\r\n" % (name, up.said[name])
+    lines = joined(up.pairs, _NOT_OF_A_WHOLE)
     if length is None and b"content-length" in up.said:
         length = int(up.said[b"content-length"])
     request.answer(up.status, lines, length)

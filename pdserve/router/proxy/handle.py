@@ -100,20 +100,18 @@ class Proxy:
                 or (not request.is_plain and b"content-encoding" in request.fields)
             ):
                 request.total_s = request.started_s + bodies.limit_s
-                if not await self._admit(request):
+                tenant = await self._admit(request)
+                if tenant is None:
                     return
             else:  # nearly always
                 request.total_s = request.started_s + self._total_s
                 tenants = gate.tenants
-                request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
+                request.tenant = tenant = gate.whose(request) if tenants.has_keys else tenants.anonymous
                 request.held_bytes = size
                 bodies.held_bytes += size
             request.phase = "plan"
-            tenant, view, snapshot = request.tenant, understanding.read(request), None
-            assert tenant is not None
-            now_s = self._loop.time()
-            if view.model in self._fleet.tasks:
-                snapshot = self._fleet.snapshot(view.model, now_s)
+            view, now_s, fleet = understanding.read(request), self._loop.time(), self._fleet
+            snapshot = fleet.snapshot(view.model, now_s) if view.model in fleet.tasks else None
             if snapshot is not None and snapshot.slots:
                 understanding.understand(request, tenant, view)
                 if not gate.start(request, tenant, snapshot.slots, now_s):
@@ -127,7 +125,7 @@ class Proxy:
                     request.planned_s = time.monotonic()
                 await self._dispatch(request, snapshot, now_s)
             finally:
-                gate.leave(request)
+                gate.leave(request, tenant)
         except RequestError as error:
             if request.phase == "body":
                 await self._bodies.refuse(request, error)
@@ -172,7 +170,7 @@ class Proxy:
         if snapshot is None:
             now_s = parts.loop.time()
         if request.facts.session is not None:
-            last = last_turn(parts, request)
+            last = last_turn(parts, request, now_s)
         try:
             made = plan(parts, request, last, now_s, (), snapshot)
         except NoWorkerError:
@@ -211,29 +209,28 @@ class Proxy:
             request.queued_tokens = 0
             await self._recovery.retry(request, decode, failure)
 
-    async def _admit(self, request: Request) -> bool:
-        """Whether the request is to be served, once its body is here. False: its client was told, or left."""
+    async def _admit(self, request: Request) -> TenantState | None:
+        """Whose request it is, once its body is here. None: it is not to be served; its client was told, or
+        left.
+        """
         if request.method != b"POST":
             await self._serve_other_method(request)
-            return False
+            return None
         try:
-            request.tenant = self._whose(request)
+            request.tenant = tenant = self._gate.whose(request)
             body = await self._bodies.read(request)
         except RequestError as error:
             await self._bodies.refuse(request, error)
-            return False
+            return None
         if body is None:
             request.end = "client"
             self._stats.client_aborts[request.phase] += 1
-            return False
+            return None
         request.body = body
         request.total_s = request.started_s + self._total_s
         if not request.connection.is_reading:  # for a large body, which was read
             request.connection.read_on()
-        return True
-
-    def _whose(self, request: Request) -> TenantState:
-        return self._gate.authenticate(request.fields, request.address)
+        return tenant
 
     async def _serve_other_method(self, request: Request) -> None:
         cors = self._cors

@@ -62,25 +62,6 @@ class Parts:
         self.shared_prefills = SharedPrefills()
         self._log = ThrottledLog(logger)
 
-    async def fetch(
-        self, request: Request, worker: Worker, target: str, body: bytes, limit_s: float
-    ) -> bytes:
-        """The body of a worker's 200 answer to something beside the client's own question. Raises
-        UpstreamError, or WorkerAnswerError for another status.
-        """
-        answer = await self.upstream.fetch(
-            worker,
-            target,
-            request.lines,
-            body,
-            limit_s=limit_s,
-            limit_bytes=MAX_ERROR_BYTES,
-            connect_s=self.limits_s.connect_s,
-        )
-        if answer.status != 200:
-            raise WorkerAnswerError(answer.status, answer.body)
-        return answer.body
-
     def on_failure(
         self,
         request: Request,

@@ -16,22 +16,18 @@ from pdserve.router.request.request import Request
 from pdserve.router.sessions.table import SessionEntry, digest
 
 
-def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
+def last_turn(parts: Parts, request: Request, now_s: float) -> SessionEntry | None:
     """The last turn of the request's session; of a session that another one began, that one's."""
-    facts, now_s = request.facts, parts.loop.time()
-    session = facts.session
-    last = None if session is None else parts.placer.sessions.get(session, now_s)
+    facts, session = request.facts, request.facts.session
+    if session is None:
+        return None
+    last = parts.placer.sessions.get(session, now_s)
     if facts.is_final:  # no request of the session follows; others may use its first tokens
-        shared_tokens = 0 if last is None else last.shared_tokens
-        line = b"x-pdserve-final: %d\r\n" % shared_tokens
-        request.keep_line += line
-        request.lines += line
-    if session is not None and session.is_named:  # so that its pages can be erased
+        request.lines += b"x-pdserve-final: %d\r\n" % (0 if last is None else last.shared_tokens)
+    if session.is_named:  # so that its pages can be erased
         turn = 1 if last is None else last.turns + 1
-        line = b"x-pdserve-session: %b %d\r\n" % (digest(session.name).encode(), turn)
-        request.keep_line += line
-        request.lines += line
-    if last is None and session is not None and session.parent:
+        request.lines += b"x-pdserve-session: %b %d\r\n" % (digest(session.name).encode(), turn)
+    if last is None and session.parent:
         last = parts.placer.parents_turn(facts, now_s)
     return last
 

@@ -71,7 +71,7 @@ class SettledReport(msgspec.Struct):
     settled: bool
 
 
-_settled_decoder = msgspec.json.Decoder(SettledReport)
+_decode_settled = msgspec.json.Decoder(SettledReport).decode
 
 
 async def settle(parts: Parts, request: Request, asked: Settle) -> str:
@@ -85,14 +85,19 @@ async def settle(parts: Parts, request: Request, asked: Settle) -> str:
     wait_s -= parts.loop.time() - asked.answered_s
     if wait_s <= 0:
         return "settle=past"
-    if asked.worker.lacks("settled"):
+    worker, info = asked.worker, asked.worker.info
+    if info is not None and "settled" in info.lacks:
         return "settle=absent"
     request.phase = "settle"
     begun_s = monotonic()
     question = msgspec.json.encode({"request_id": asked.request_id, "timeout_s": wait_s})
     try:
-        answer = await parts.fetch(request, asked.worker, "/pd/settled", question, wait_s + SLACK_S)
-        report = _settled_decoder.decode(answer)
+        up = await parts.upstream.exchange(
+            request, worker, b"/pd/settled", request.lines, question, wait_s + SLACK_S, None, MAX_ERROR_BYTES
+        )
+        if up.status != 200:
+            raise WorkerAnswerError(up.status, b"")
+        report = _decode_settled(up.rest)
         outcome = "unknown" if not report.known else "settled" if report.settled else "unsettled"
     except FAILURES as error:
         outcome = outcome_of(error)
@@ -174,7 +179,7 @@ def count_prompt(stats: Stats, request: Request, tokens: Sequence[int]) -> None:
     worker that says so: a later one finds what the first one computed.
     """
     request.is_prompt_counted = True
-    turn = turn_label(request.plan.turn) if request.plan.turn else "none"
+    turn = turn_label(request.plan.turn)
     for tier, count in zip(TIERS, tokens, strict=True):
         if count:
             stats.turn_tokens[turn, tier] += count
@@ -187,26 +192,19 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
     the request itself is at fault.
     """
     request.phase, begun_s = "prefill", monotonic()
-    prefix, info, limits_s = request.facts.prefix, worker.info, parts.limits_s
+    prefix, info, limit_s = request.facts.prefix, worker.info, parts.limits_s.prefill_s
     is_foreign = info is not None and "prefill" in info.lacks
     is_long = request.prefill_tokens >= parts.pull_ahead_tokens
     try:
         if prefix is not None and prefix.digests and not is_foreign:
             outcome = await _shared(parts, request, worker)
         elif is_foreign or is_long or parts.suspicion.is_active:
-            outcome = await _computed(parts, request, worker, limits_s.prefill_s)
+            outcome = await _computed(parts, request, worker, limit_s)
         else:  # as `ask`, and nothing beside it
             try:
+                target = request.endpoint.prefill_target
                 up = await parts.upstream.exchange(
-                    request,
-                    worker,
-                    request.endpoint.prefill_target,
-                    request.lines,
-                    request.body,
-                    limits_s.prefill_s,
-                    limits_s.connect_s,
-                    None,
-                    MAX_ERROR_BYTES,
+                    request, worker, target, request.lines, request.body, limit_s, None, MAX_ERROR_BYTES
                 )
                 outcome = _read(parts, request, worker, up)
             except FAILURES as error:
@@ -218,13 +216,14 @@ async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
         elif request.prefills is not None:
             release_prefill(parts, request)
         now_s = monotonic()
-        spent_s, published_s, parts_s = now_s - begun_s, request.published_s, request.parts_s
-        if published_s is None:
-            parts_s["prefill"] = spent_s
-        else:  # the worker reports it; it cannot be longer than what was measured here
-            if not 0.0 <= published_s <= spent_s:
-                published_s = min(max(0.0, published_s), spent_s)
-            parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
+        if request.streams or request.trace is not None:
+            spent_s, published_s, parts_s = now_s - begun_s, request.published_s, request.parts_s
+            if published_s is None:
+                parts_s["prefill"] = spent_s
+            else:  # the worker reports it; it cannot be longer than what was measured here
+                if not 0.0 <= published_s <= spent_s:
+                    published_s = min(max(0.0, published_s), spent_s)
+                parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
     request.asked_s = now_s  # the decode worker is asked at once
     return f"stage={outcome}"
 
@@ -289,8 +288,13 @@ async def _pull_ahead(parts: Parts, request: Request) -> None:
     """Have the decode worker read pages as they are published, until cancelled. Never fails."""
     outcome = "ok"  # also when prefill ends first
     try:
-        target = f"/pd/pull?endpoint={request.endpoint.path}"
-        await parts.fetch(request, request.plan.decode, target, request.body, parts.limits_s.prefill_s)
+        worker, target = request.plan.decode, f"/pd/pull?endpoint={request.endpoint.path}"
+        limit_s = parts.limits_s.prefill_s
+        answer = await parts.upstream.fetch(
+            worker, target, request.lines, request.body, limit_s=limit_s, limit_bytes=MAX_ERROR_BYTES
+        )
+        if answer.status != 200:
+            outcome = f"status-{answer.status}"
     except FAILURES as error:
         outcome = outcome_of(error)
     finally:
@@ -308,15 +312,7 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     has_turn = parts.suspicion.is_active and await parts.suspects.take_turn(request)
     try:
         up = await parts.upstream.exchange(
-            owner,
-            worker,
-            target,
-            request.lines + request.room_line,
-            body,
-            limit_s,
-            parts.limits_s.connect_s,
-            None,
-            MAX_ERROR_BYTES,
+            owner, worker, target, request.lines + request.room_line, body, limit_s, None, MAX_ERROR_BYTES
         )
         read = _read_foreign if is_foreign else _read
         return read(parts, request, worker, up)
@@ -344,7 +340,7 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     """
     if up.status != 200:
         raise WorkerAnswerError(up.status, up.take())
-    report, stats, meter, turns_line = _decode_report(up.take()), parts.stats, request.meter, NO_TURNS
+    report, stats, plan, turns_line = _decode_report(up.rest), parts.stats, request.plan, NO_TURNS
     if report.missed or report.turns != "0":
         turns_line = _note_words(request, report)
     if worker.circuit.failures:
@@ -353,9 +349,10 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     stats.prompt_tokens += prompt_tokens
     if found is None or not (found.device or found.host or found.pool):
         tokens = 0, 0, 0, prompt_tokens
-        if prompt_tokens and not (request.is_prompt_counted or request.plan.turn):
+        if prompt_tokens and not request.is_prompt_counted:
             request.is_prompt_counted = True
-            stats.turn_tokens["none", "computed"] += prompt_tokens
+            turn = turn_label(plan.turn) if plan.turn else "none"
+            stats.turn_tokens[turn, "computed"] += prompt_tokens
     else:
         cached = found.device + found.host + found.pool
         tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)
@@ -371,12 +368,12 @@ def _read(parts: Parts, request: Request, worker: Worker, up: WorkerConnection) 
     else:
         request.cached_before = cached_before_line(by_prompt)
     request.prefill_id, request.prefill_cached = worker.id_header, CACHED_WORDS % tokens
-    if request.plan.handoff == "pool":
+    if plan.handoff == "pool":
         request.turns_line, request.published_s = turns_line, report.publish_ms / 1e3
         if (first := report.first) and first.isalnum():  # else it could end the header
             request.cached_before += b"x-pdserve-first: %b\r\n" % first.encode()
-    if meter is not None:
-        meter.prompt_tokens = prompt_tokens
+    if request.meter is not None:
+        request.meter.prompt_tokens = prompt_tokens
     if report.missing_pages:
         stats.missing_pages += report.missing_pages
         stats.prefill["partial"] += 1

@@ -287,7 +287,7 @@ class Suspects:
         beside = []
         for up in self._upstream.pool(worker).asked_by():
             other = up.asked_by
-            if isinstance(other, Request):
+            if isinstance(other, Request) and other.phase != "settle":
                 path, body = other.endpoint.path, other.body
                 beside.append(Flight(worker, up.incarnation, path, body, is_young=up.is_young))
         self.suspicion.on_lost(flight, beside)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from operator import attrgetter
 from random import getrandbits
 from typing import Final
 
-import msgspec
-
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.endpoints import Endpoint, find_holder
+from pdserve.router.api.endpoints import find_holder
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.api.nonces import HEAD_BYTES, MARK, STRIPPED_HEADER, without_nonce
 from pdserve.router.api.request_body import (
@@ -45,7 +44,7 @@ from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.request.request import Request
 from pdserve.router.sessions.canonical import Chains
 from pdserve.router.sessions.history import History, asks_diagnosis
-from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
+from pdserve.router.sessions.keys import FINAL_HEADERS, find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import (
     RETAIN_HEADER,
     RETAINED_HEADER,
@@ -58,6 +57,7 @@ from pdserve.router.tenants.rights import (
     PRIORITY_HEADER,
     check_fields,
     check_media,
+    decode_tenant_request,
     empty_tenant_request,
     isolated,
     parse_tenant_request,
@@ -65,6 +65,13 @@ from pdserve.router.tenants.rights import (
     salt_line,
 )
 from pdserve.router.tenants.tenant import TenantState
+
+_says_more: Final = attrgetter(
+    *("user", "prompt_cache_key", "metadata", "n", "best_of", "sampling_params", "cache_salt", "priority"),
+    "diagnostics",
+)
+"""Fields of which each makes a request unusual."""
+_WISHES: Final = frozenset((*FINAL_HEADERS, PRIORITY_HEADER, RETAIN_HEADER))
 
 
 class Understanding:
@@ -98,12 +105,12 @@ class Understanding:
         if request.endpoint.is_form:
             view = _view_of_form(request, has_keys=has_keys)
         else:
-            if body[:3] == BOM:
-                request.body = body = body[3:]
             try:
-                view = parse_tenant_request(body) if has_keys else decode_request(body)
+                view = decode_tenant_request(body) if has_keys else decode_request(body)
             except UNREADABLE:
-                view = parse_request(body)  # says what is wrong
+                if body[:3] == BOM:
+                    request.body = body = body[3:]
+                view = parse_tenant_request(body) if has_keys else parse_request(body)  # says what is wrong
         start = body
         if len(body) > HEAD_BYTES:
             first = view.system or view.instructions or view.messages or view.input
@@ -145,23 +152,12 @@ class Understanding:
             and endpoint.is_usual
             and not (
                 several
-                or view.user
-                or view.prompt_cache_key
-                or view.metadata
-                or view.n
-                or view.best_of
-                or view.sampling_params
-                or view.cache_salt
-                or view.priority
-                or view.diagnostics
+                or any(_says_more(view))
                 or self._looks_further
                 or self._gate.tenants.has_keys
                 or tenant.limits.retain_tokens
             )
         )
-        prefix = None
-        if is_usual and self._needs_prefix:
-            prefix = prefix_of(view, prompt, view.model or model)
         request.facts = RequestFacts(
             endpoint=endpoint,
             model=view.model,
@@ -172,78 +168,93 @@ class Understanding:
             can_be_direct=fleet.has_direct and is_usual and not asks_about_prompt(view),
             turn=turn,
             draw=getrandbits(32),
-            prefix=prefix,
         )
-        if not is_usual:
+        if is_usual:
+            if self._needs_prefix:
+                request.facts.prefix = prefix_of(view, prompt, view.model or model)
+        else:
             self._look_closer(request, tenant, view)
             request.set_lines()
 
     def _look_closer(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """The facts of a request about which anything is unusual. Raises RequestError."""
-        endpoint, fleet, facts, model = request.endpoint, self._fleet, request.facts, request.model
+        endpoint, facts, has_keys = request.endpoint, request.facts, self._gate.tenants.has_keys
+        scope = view.model or request.model
         session = find_session_key(self._sources, request.fields, view, request.body, self._chains)
-        scope, has_keys = view.model or model, self._gate.tenants.has_keys
         if session is not None:
-            session = session.of_model(scope, tenant.name if has_keys else "")
+            facts.session = session.of_model(scope, tenant.name if has_keys else "")
+            facts.is_turn = endpoint.task == "generate"
         if has_keys:
-            scope = self._keep_apart(request, tenant, view, scope)
-        elif endpoint.salt == "body" and view.cache_salt and model in fleet.plain_salts:
+            self._keep_apart(request, tenant, view)
+        elif view.cache_salt and endpoint.salt == "body" and request.model in self._fleet.plain_salts:
             request.body = isolated(request.body, view.cache_salt, SHARED, is_plain=True)
-        computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
-        several, prompts, candidates, choices = facts.has_several_prompts, 1, 1, 1
-        asks_more = several or view.n or view.best_of or view.sampling_params
-        if computes and (asks_more or endpoint.task == "embed"):
-            prompts, candidates, choices = self._counts(view, endpoint, request.prompt, several=several)
-        before = 0
-        for name in endpoint.preamble_fields:
-            before += estimate_prompt_tokens(getattr(view, name), may_be_media=model not in fleet.text_only)
-        charged = tokens = facts.prompt_tokens_estimate + before if computes else 0
-        if not tokens:
-            charged = before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
-        if endpoint.bytes_per_token:
-            charged = len(request.body) // endpoint.bytes_per_token
-        may_be_direct = fleet.has_direct and endpoint.is_prefillable and not endpoint.stored_as
-        has_priority = view.priority or PRIORITY_HEADER in request.fields
-        request.facts = msgspec.structs.replace(
-            facts,
-            session=session,
-            is_final=session is not None and is_final(request.fields),
-            prompt_tokens_estimate=tokens,
-            charged_tokens=charged,
-            prompts=prompts,
-            can_be_direct=may_be_direct and not (several or candidates > 1 or asks_about_prompt(view)),
-            answers=prompts * candidates,
-            choices=choices,
-            urgency=self._urgency(request, tenant, view) if has_priority else 0,
-            holder=self._holder(request, tenant, view) if endpoint.continues else "",
-            prefix=prefix_of(view, request.prompt, scope) if self._needs_prefix and computes else None,
-        )
-        if endpoint.is_hint or RETAIN_HEADER in request.fields or tenant.limits.retain_tokens:
-            self._retain(request, tenant, view)
-        if endpoint.task == "generate" and (session is not None or view.diagnostics):
+        if (
+            any(_says_more(view))
+            or facts.has_several_prompts
+            or not (endpoint.is_usual and facts.prompt_tokens_estimate and _WISHES.isdisjoint(request.fields))
+            or tenant.limits.retain_tokens
+        ):
+            self._look_further(request, tenant, view)
+        if self._fleet.has_direct and endpoint.is_prefillable and not endpoint.stored_as:
+            has_one = facts.answers == 1 and not facts.has_several_prompts
+            facts.can_be_direct = has_one and not asks_about_prompt(view)
+        if self._needs_prefix and endpoint.task is not None:
+            facts.prefix = prefix_of(view, request.prompt, f"{tenant.cache}/{scope}" if has_keys else scope)
+        if facts.is_turn or (view.diagnostics and endpoint.task == "generate"):
             self._compare(request, view)
 
-    def _keep_apart(self, request: Request, tenant: TenantState, view: RequestView, scope: str) -> str:
-        """Tenants share neither caches nor sessions, nor see others' load. Returns the scope of the tenant's
-        prompts. Raises RequestError for what it may not ask.
+    def _look_further(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+        """What few requests say beside their prompt and their session. Raises RequestError."""
+        endpoint, facts, fields = request.endpoint, request.facts, request.fields
+        facts.is_final = facts.session is not None and is_final(fields)
+        before, may_be_media = 0, request.model not in self._fleet.text_only
+        for name in endpoint.preamble_fields:
+            before += estimate_prompt_tokens(getattr(view, name), may_be_media=may_be_media)
+        computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
+        tokens = facts.prompt_tokens_estimate + before if computes else 0
+        charged = tokens or before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
+        if endpoint.bytes_per_token:
+            charged = len(request.body) // endpoint.bytes_per_token
+        facts.prompt_tokens_estimate, facts.charged_tokens = tokens, charged
+        if computes:
+            self._count(facts, view, request.prompt)
+        if view.priority or PRIORITY_HEADER in fields:
+            facts.urgency = self._urgency(request, tenant, view)
+        if endpoint.continues:
+            facts.holder = self._holder(request, tenant, view)
+        if endpoint.is_hint or RETAIN_HEADER in fields or tenant.limits.retain_tokens:
+            self._retain(request, tenant, view)
+
+    def _keep_apart(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+        """Tenants share neither caches nor sessions, nor see others' load. Raises RequestError for what it
+        may not ask.
         """
-        limits = tenant.limits
+        limits, salt, given = tenant.limits, request.endpoint.salt, view.cache_salt
         if not limits.controls_engine:
             check_fields(view, "kv_hints" if request.endpoint.is_hint else "")
-        check_media(view, limits.media_domains)
+        check_media(request.body, view, limits.media_domains)
         request.shows_insides = self._shows_load
-        self._isolate(request, tenant, view.cache_salt)
-        return f"{tenant.cache}/{scope}"
+        if salt == "body":
+            is_plain = request.model in self._fleet.plain_salts
+            request.body = isolated(request.body, given, tenant.cache, is_plain=is_plain)
+        elif salt == "header":
+            if request.model in self._fleet.without_salt_header:
+                raise NoWorkerError(
+                    f"Some workers cannot keep tenants apart at {request.endpoint.path} yet; try again later."
+                )
+            request.salt_line = salt_line(given, tenant.cache)
+        request.worker_id = tenant.mark + request.id
 
     def _compare(self, request: Request, view: RequestView) -> None:
         """Tell what the client changed since the session's last turn, where it names the session."""
-        session, words, change = request.facts.session, b"", None
+        session, words = request.facts.session, b""
         if session is not None and session.is_named:
             is_known, change = self._history.follow(session, view, self._loop.time())
-            words = b"" if is_known else b"previous_message_not_found"
-        if change is not None:
-            words = change.words()
-            request.missed += (words,)
+            if change is not None:
+                words = change.words()
+                request.missed += (words,)
+            elif not is_known:
+                words = b"previous_message_not_found"
         if view.diagnostics and request.endpoint.errors == "anthropic":
             said = words if asks_diagnosis(view.diagnostics) else b""
             request.keep_line += b"x-pdserve-changed: %b\r\n" % (said or b"none")
@@ -292,37 +303,21 @@ class Understanding:
             request.body = with_member(request.body, "priority", asked.to_send)
         return asked.urgency
 
-    def _isolate(self, request: Request, tenant: TenantState, given: msgspec.Raw) -> None:
-        """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""
-        salt, cache = request.endpoint.salt, tenant.cache
-        if salt == "body":
-            is_plain = request.model in self._fleet.plain_salts
-            request.body = isolated(request.body, given, cache, is_plain=is_plain)
-        elif salt == "header":
-            if request.model in self._fleet.without_salt_header:
-                raise NoWorkerError(
-                    f"Some workers cannot keep tenants apart at {request.endpoint.path} yet; try again later."
-                )
-            request.salt_line = salt_line(given, cache)
-        request.worker_id = b"%b:%b" % (tenant.name.encode("ascii"), request.id)  # two tenants may use one id
-
-    def _counts(
-        self, view: RequestView, endpoint: Endpoint, prompt: bytes, *, several: bool
-    ) -> tuple[int, int, int]:
-        """(prompts, candidates for each, answers to each that are sent). Raises RequestError (400)."""
-        prompts = candidates = choices = 1
+    def _count(self, facts: RequestFacts, view: RequestView, prompt: bytes) -> None:
+        """Prompts, and answers to each. Raises RequestError (400)."""
+        endpoint, candidates, choices = facts.endpoint, 1, 1
         is_embedding = endpoint.task == "embed"
-        if several or is_embedding:
-            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
+        if facts.has_several_prompts or is_embedding:
+            facts.prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
         if view.n or view.best_of or view.sampling_params:
             candidates = count_candidates(view, endpoint.sampling_field)
             choices = count_choices(view, endpoint.sampling_field)
-        if prompts > self._limits.prompts:
+        if facts.prompts > self._limits.prompts:
             raise RequestError(400, f"A request may have at most {self._limits.prompts} prompts.")
         if candidates > self._limits.choices:
             message = f"A request may ask for at most {self._limits.choices} answers to a prompt."
             raise RequestError(400, message, param="n")
-        return prompts, candidates, choices
+        facts.answers, facts.choices = facts.prompts * candidates, choices
 
 
 def _view_of_form(request: Request, *, has_keys: bool) -> RequestView:

@@ -45,7 +45,8 @@ from pdserve.router.api.errors import (
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.client_request import Channel, ClientRequest, Headers
 from pdserve.router.http.driven import PAUSE
-from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.http.worker_connection import NOT_PASSED_ON, WorkerConnection
+from pdserve.router.native.heads import joined
 from pdserve.router.native.slots import copied
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s
@@ -77,11 +78,13 @@ _FIELD_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
 _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
-_NO_PROMPT: Final = msgspec.Raw(b"")
+_PASSED_ON: Final = frozenset(PASSED_ON)
 _OWN_LINES: Final = (
     b"x-request-id: %b\r\nx-pdserve-plan: %b\r\nx-pdserve-prefill: %b\r\n"
     b"x-pdserve-prefill-cached: %b\r\nx-pdserve-decode: %b\r\n"
 )
+_HIDING_LINES: Final = b"x-request-id: %b\r\nx-pdserve-plan: %b\r\nx-pdserve-prefill-cached: %b\r\n"
+"""The same for a client that may not see where the workers are."""
 _JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
@@ -107,6 +110,12 @@ def told(words: tuple[str, ...]) -> bytes:
     if not said.isprintable():
         said = "".join(character if character.isprintable() else "?" for character in said)
     return said.encode("ascii", "replace")
+
+
+@lru_cache(maxsize=1024)
+def _without_figures(plan_words: bytes) -> bytes:
+    """What clients are told of a plan that may not see how busy workers are."""
+    return _FIGURES.sub(b"", plan_words)
 
 
 class Losses(msgspec.Struct):
@@ -288,6 +297,7 @@ class Request(ClientRequest):
         made.news = PAUSE
         made.more_body = made.keep_alive = made.ends_line = made.shows_insides = True
         made.has_head = made.is_complete = made.is_gone = made.is_told_to_go_on = made.streams = False
+        made._is_chunked = made.has_chunks = False
         made.is_prompt_counted = made.is_started = made.is_stream = made.is_early = made.has_turn = False
         return made
 
@@ -307,7 +317,6 @@ class Request(ClientRequest):
             made = copied(blanks[path])
             made.connection = connection
             made.method = method
-            made.target = target
             made.headers = headers
             made.fields = fields = dict(headers)
             made.parts_s = {}
@@ -317,7 +326,7 @@ class Request(ClientRequest):
             if not ids:
                 ids += new_ids()
             made.id = made.worker_id = id_ = ids.pop()
-            if is_plain and not made.endpoint.is_form:
+            if is_plain:
                 made.lines = _JSON_LINES % id_
             else:
                 made.id = made.worker_id = request_id(fields.get(b"x-request-id"), id_)
@@ -379,15 +388,13 @@ class Request(ClientRequest):
 
     def set_lines(self) -> None:
         """Make the header lines for workers anew."""
-        fields = self.fields
-        content_type = JSON  # whatever the client says of its JSON, or does not say
-        if self.endpoint.is_form:
-            given = fields.get(b"content-type", JSON)
-            content_type = given if _FIELD_VALUE.fullmatch(given) else JSON
-        lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.worker_id)
-        for name in PASSED_ON:
-            if name in fields and _FIELD_VALUE.fullmatch(fields[name]):
-                lines += b"%b: %b\r\n" % (name, fields[name])
+        fields, lines = self.fields, _JSON_LINES % self.worker_id  # whatever the client says of its JSON
+        if self.endpoint.is_form and _FIELD_VALUE.fullmatch(given := fields.get(b"content-type", b"")):
+            lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (given, self.worker_id)
+        if not _PASSED_ON.isdisjoint(fields):
+            for name in PASSED_ON:
+                if name in fields and _FIELD_VALUE.fullmatch(fields[name]):
+                    lines += b"%b: %b\r\n" % (name, fields[name])
         self.lines = lines + self.salt_line + self.keep_line
 
     # --- the answer
@@ -417,26 +424,26 @@ class Request(ClientRequest):
         in bytes; None: a stream of events. `closes`: the connection ends with the answer. `is_early`: only a
         head is sent now.
         """
-        has_head = self.is_early
         if is_early:
             self.is_early = True
         else:
             self.is_started, self.status, self.is_stream = True, status, length is None
             self.first_s = now_s or monotonic()
-        if has_head:
-            return
+            if self.is_early:
+                return
         tenant = self.tenant
         if (
             self.missed
             or self.more_headers
             or not (self.prefill_cached and self.decode_id)
-            or not self.shows_insides
             or (tenant is not None and tenant.has_rates)
         ):
             lines = self._own_lines(lines)
-        else:  # nearly always, where there is a prefill stage: at once
+        elif self.shows_insides:  # nearly always, where there is a prefill stage: at once
             said = self.id, self.plan_words, self.prefill_id, self.prefill_cached, self.decode_id
             lines += _OWN_LINES % said
+        else:
+            lines += _HIDING_LINES % (self.id, _without_figures(self.plan_words), self.prefill_cached)
         self.start(status, lines, length, closes=closes)
 
     def _own_lines(self, lines: bytes) -> bytes:
@@ -446,7 +453,7 @@ class Request(ClientRequest):
             now_s = self.connection.loop.time()
             pairs += rate_headers(self.tenant, self.endpoint.errors, now_s, time.time())
         if words := self.plan_words:
-            pairs.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
+            pairs.append((b"x-pdserve-plan", words if self.shows_insides else _without_figures(words)))
             hidden = () if self.shows_insides else (b"x-pdserve-prefill", b"x-pdserve-decode")
             pairs += [pair for pair in self.worker_headers if pair[0] not in hidden]
         return lines + b"".join([b"%b: %b\r\n" % pair for pair in pairs])
@@ -462,14 +469,13 @@ class Request(ClientRequest):
         data = b"".join(up.pieces)
         up.pieces.clear()
         up.deadline_s = up.clock.now_s + self.between_s
-        ready = marks.take(data, False)
+        ready = marks.take(data)
         if not ready or connection.is_closing:
             return
         if not self.is_started:
             self.begin_stream(up)
-        meter = self.meter
-        if meter is not None and (meter.mark in ready or not marks.is_marked):
-            meter.count(ready, self.ends_line)
+        if not marks.is_marked and self.meter is not None:  # else the marks tell what it has used
+            self.meter.count(ready, self.ends_line)
         self.ends_line = ready[-1] == _LINE_END
         if self.has_chunks:
             connection.transport.write(b"%x\r\n%b\r\n" % (len(ready), ready))
@@ -481,7 +487,7 @@ class Request(ClientRequest):
         now_s, said = monotonic(), up.said.get(TIMING_HEADER)
         pulled_s = 0.0 if said is None else pull_s(said)
         timing = finish_parts(self.parts_s, self.asked_s, pulled_s, self.started_s, now_s)
-        lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)
+        lines = b"%b%bserver-timing: %b\r\n" % (joined(up.pairs, NOT_PASSED_ON), STREAM_LINES, timing)
         self.answer(up.status, lines, None, now_s=now_s)
         self.phase = "stream"
 

@@ -111,26 +111,35 @@ class StreamMarks:
         self._has_ended = not is_marked
         self._held = b""
 
-    def take(self, data: bytes, at_end: bool) -> bytes:
+    def take(self, data: bytes) -> bytes:
         """Take the stream's next bytes. Returns the events to pass on now; the rest is held."""
         if self.is_marked and not (self._held or self._renamed):
-            usual = _usual_end(data) if at_end else _usual(data)
-            if usual is not None:  # whole events and one mark behind them, or the usual end: nearly always
+            usual = _usual(data)
+            if usual is not None:  # whole events and one mark behind them: nearly always
                 events = usual[1]
-                self._unread += usual[2] or b""
+                self._unread += usual[2]
                 if self._unread[_BLOCK_BYTES:]:
                     self._blocks.append(self._unread)
                     self._unread = b""
                 if not self._opening:
                     self._opening = events[:_OPENING_BYTES]
-                if at_end:
-                    self.is_marked, self.used = False, (int(usual[3]), int(usual[4]))
-                    return events + usual[5]
                 return events
-        return self.take_any(data, at_end)
+        return self.take_any(data, at_end=False)
 
-    def take_any(self, data: bytes, at_end: bool) -> bytes:
-        """As `take`, for any number of marks anywhere."""
+    def take_last(self, data: bytes) -> bytes:
+        """As `take`, of the stream's last bytes: nothing is held."""
+        if self.is_marked and not (self._held or self._renamed):
+            usual = _usual_end(data)
+            if usual is not None:
+                events, mark, prompt, output, rest = usual.groups(b"")
+                self._unread += mark
+                self._opening = self._opening or events[:_OPENING_BYTES]
+                self.is_marked, self.used = False, (int(prompt), int(output))
+                return events + rest
+        return self.take_any(data, at_end=True)
+
+    def take_any(self, data: bytes, *, at_end: bool) -> bytes:
+        """As `take`, or `take_last`, for any number of marks anywhere."""
         if self._held:
             data = self._held + data
             self._held = b""

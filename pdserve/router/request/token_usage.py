@@ -42,7 +42,7 @@ class Meter:
     """The usage of one request."""
 
     __slots__ = (
-        "_choices", "_is_done", "_outputs", "_pieces", "_prompt_count", "_prompts", "_said",
+        "_choices", "_is_done", "_is_one", "_outputs", "_pieces", "_prompt_count", "_prompts", "_said",
         "_usage", "charged_tokens", "events", "mark", "marks", "prompt_tokens",
     )  # fmt: skip
 
@@ -59,6 +59,8 @@ class Meter:
     marks: StreamMarks | None
     """Of the stream: they list its tokens, and say at the end what it has used."""
     _is_done: bool
+    _is_one: bool
+    """The usage stands once in what has come, near its end: of one prompt with one answer."""
     _said: bytes
     _pieces: tuple[int, int, int]
     """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
@@ -75,12 +77,13 @@ class Meter:
         made.mark = usage.mark
         made._prompt_count = prompts
         made._choices = choices
+        made._is_one = choices == prompts == 1 and bool(usage.prompt_mark)
         made.charged_tokens = charged_tokens
         return made
 
     def count(self, data: bytes, begins_line: bool = True) -> None:
-        """Whole events of a stream. `begins_line`: what came before ended a line. Of a stream with marks,
-        pieces without `mark` need not be counted.
+        """Whole events of a stream. `begins_line`: what came before ended a line. Pieces need not be counted
+        whose tokens marks list.
         """
         self.events += data.count(_EVENT) + (begins_line and data[:6] == _EVENT[1:])
         self._is_done = data[-3:] == _DONE
@@ -105,12 +108,11 @@ class Meter:
             return marks.used
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
+            usage, data = self._usage, self._said
+            if self._is_one:
+                return number_after(data, usage.prompt_mark) or known, number_after(data, usage.mark)
             prompt, output, _ = self._sums()
-            if (
-                self._usage.is_list
-                and self._said
-                and not (self._said[:1] == b"{" and self._said[-1:] == b"}")
-            ):
+            if usage.is_list and data and not (data[:1] == b"{" and data[-1:] == b"}"):
                 prompt = max(prompt, known)
             return prompt or known, output
         self._read(self._said)
@@ -131,14 +133,11 @@ class Meter:
 
     def _note_piece(self) -> None:
         """Another piece of a long answer follows that is no stream."""
-        self._pieces = self._sums()
+        self._pieces, self._is_one = self._sums(), False
 
     def _sums(self) -> tuple[int, int, int]:
         prompt, output, count = self._pieces
-        usage, data = self._usage, self._said
-        if usage.prompt_mark and self._choices == self._prompt_count == 1 and not count:
-            # said once, and near the end of an answer that may be long
-            return prompt + number_after(data, usage.prompt_mark), output + number_after(data, usage.mark), 1
+        usage = self._usage
         for said in usage.prompt.findall(self._said):
             if count % self._choices == 0:  # the answers to a prompt stand together
                 prompt += _sum_of_list(said) if usage.is_list else int(said)

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import xxhash
 
-from pdserve.router.api.request_body import UNREADABLE, is_crowded
+from pdserve.router.api.request_body import MAX_MEMBERS, UNREADABLE, is_crowded
 
 MAX_HEAD: Final = 8
 """Messages of the system at the start; those behind them are of the conversation."""
@@ -98,17 +98,18 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
     is no such list, or one of too many members. `before`: of turns that may begin alike; they change
     nothing but the time that this takes.
     """
-    known, last = None, NO_CHAIN
+    marks: tuple[Mark, ...] = ()
+    last = NO_CHAIN
     for earlier in before:
-        if (known := _common(messages, earlier.marks)) is not None:
+        if marks := _common(messages, earlier.marks):
             last = earlier
             break
-    if known is None:
-        count, text = 0, bytes(messages)
+    if marks:
+        count, end, _ = marks[-1]
+        text = b"[" + bytes(memoryview(messages)[end:]).lstrip(_SPACE).removeprefix(b",")
     else:
-        count, rest = known.messages, bytes(memoryview(messages)[known.end :])
-        text = b"[" + rest.lstrip(_SPACE).removeprefix(b",")
-    if not text or is_crowded(text):
+        count, text = 0, bytes(messages)
+    if not text or (len(text) > MAX_MEMBERS and is_crowded(text)):
         return NO_CHAIN
     try:
         items = _list_decoder.decode(text)
@@ -116,21 +117,20 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
     except UNREADABLE:
         return NO_CHAIN
     first, head, head_bytes = 0, last.head, last.head_bytes
-    if known is None:
+    if not marks:
         while first < len(said) and said[first][0] in SHARED_ROLES:
             first += 1
         shared = b"\0".join([one for _, one in said[:first]])
         head, head_bytes = xxhash.xxh3_128_digest(shared) if first else b"", len(shared)
-    hashes, sizes = bytearray(last.hashes[: count * LINK_BYTES]), last.sizes[:count]
-    link = bytes(hashes[-LINK_BYTES:])
+    links, sizes = [last.hashes[: count * LINK_BYTES]], last.sizes[:count]
+    link = links[0][-LINK_BYTES:]
     for _, one in said[first : first + at_most - count]:
         link = xxhash.xxh3_128_digest(link + one)
-        hashes += link
+        links.append(link)
         sizes.append(len(one))
-    marks = [mark for mark in last.marks if mark.messages <= count]
-    if first + len(sizes) - count == len(items):
+    if items and first + len(sizes) - count == len(items):
         marks += _marks(messages, items[first:][-MAX_REPEATED:], len(sizes))
-    return Chain(bytes(hashes), sizes, head, head_bytes, tuple(marks[-MAX_REPEATED:]))
+    return Chain(b"".join(links), sizes, head, head_bytes, marks[-MAX_REPEATED:])
 
 
 class Chains:
@@ -151,15 +151,20 @@ class Chains:
         return made
 
 
-def _common(messages: msgspec.Raw, marks: Sequence[Mark]) -> Mark | None:
-    """The last of the marks that holds for these messages."""
-    text, digest, at, found = memoryview(messages), xxhash.xxh3_64(), 0, None
-    for mark in marks:
-        digest.update(text[at : mark.end])
-        if mark.end >= len(text) or digest.intdigest() != mark.digest:
+def _common(messages: msgspec.Raw, marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
+    """Those of the marks that hold for these messages."""
+    text = memoryview(messages)
+    if marks:
+        _, end, expected = marks[-1]
+        if end < len(text) and xxhash.xxh3_64_intdigest(text[:end]) == expected:
+            return marks  # nearly always
+    digest, at, held = xxhash.xxh3_64(), 0, 0
+    for _, end, expected in marks:
+        digest.update(text[at:end])
+        if end >= len(text) or digest.intdigest() != expected:
             break
-        at, found = mark.end, mark
-    return found
+        at, held = end, held + 1
+    return marks[:held]
 
 
 def _marks(messages: msgspec.Raw, items: Sequence[msgspec.Raw], count: int) -> tuple[Mark, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -73,11 +74,15 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     messages: Chain
 
 
+_messages: Final = attrgetter("messages")
+
+
 def turn_of(view: RequestView, before: Sequence[Turn] = ()) -> Turn:
     """The hashes of a request. `before`: turns that it may go on from, see `chain_of`."""
-    known = [turn.messages for turn in reversed(before)]
+    known, system = map(_messages, reversed(before)), b""
     messages = chain_of(view.messages or view.input, MAX_MESSAGES, known)
-    system = b"\0".join([canonical(one) for one in (view.system, view.instructions) if one])
+    if view.system or view.instructions:
+        system = b"\0".join([canonical(one) for one in (view.system, view.instructions) if one])
     return Turn(
         xxhash.xxh3_64_intdigest(view.tools),
         len(view.tools),
@@ -136,18 +141,19 @@ class History:
 
     def follow(self, key: SessionKey, view: RequestView, now_s: float) -> tuple[bool, Change | None]:
         """(the session had a turn before, what this one changed). This turn is the last one from now on."""
-        seen_s, before = self._turns.pop(key.links[-1], (now_s, []))
+        link = key.links[-1]
+        seen_s, before = self._turns.pop(link, (now_s, []))
         if now_s - seen_s > self._ttl_s:
             before = []
         now = turn_of(view, before)
         if before and change_of(before[-1], now) is None:  # nearly always
             before[-1] = now
-            self._turns[key.links[-1]] = now_s, before
+            self._turns[link] = now_s, before
             return True, None
         alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
         change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
         turns = [*(one for one in before if one is not last), now][-MAX_THREADS:]
-        self._turns[key.links[-1]] = now_s, turns
+        self._turns[link] = now_s, turns
         for _ in range(2):  # for each that comes, so that they never pile up
             oldest_s, _turns = next(iter(self._turns.values()))
             if len(self._turns) > self._capacity or now_s - oldest_s > self._ttl_s:

@@ -35,7 +35,6 @@ PARENT_OF: Final = {b"x-claude-code-agent-id": b"x-claude-code-session-id"}
 """Where none of `PARENT_HEADERS` is sent: the header with the parent of a session, by that with its name."""
 FINAL_HEADERS: Final = (b"x-dynamo-session-final", b"x-session-final")
 """`true`: no request of the session follows."""
-_FINAL: Final = frozenset(FINAL_HEADERS)
 _PARENTS: Final = frozenset((*PARENT_HEADERS, *PARENT_OF.values()))
 MAX_SESSION_KEY_CHARS = 256
 """A longer session key is replaced by its digest, which bounds the session table's memory."""
@@ -71,8 +70,10 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
         model already.
         """
         name, of = (f"{tenant}/{self.name}", f"{tenant}/{model}") if tenant else (self.name, model)
-        parent = f"{of}/{self.parent}" if self.parent else ""
-        return SessionKey(name, tuple([f"{of}/{link}" for link in self.links]), parent, self.is_named)
+        if self.is_named:
+            parent = f"{of}/{self.parent}" if self.parent else ""
+            return SessionKey(name, (f"{of}/{self.name}",), parent, is_named=True)
+        return SessionKey(name, tuple([f"{of}/{link}" for link in self.links]))
 
     def of_user(self, user: str) -> SessionKey:
         """The key for one user."""
@@ -81,7 +82,8 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
 
 def named(name: str, parent: str = "") -> SessionKey:
     """The key of a session that its client names."""
-    name = _bounded(name)
+    if len(name) > MAX_SESSION_KEY_CHARS:
+        name = _bounded(name)
     return SessionKey(name, (name,), parent, is_named=True)
 
 
@@ -165,9 +167,7 @@ def find_session_key(
 
 def is_final(headers: Mapping[bytes, bytes]) -> bool:
     """The client says that this is the session's last request."""
-    return not _FINAL.isdisjoint(headers) and any(
-        headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS
-    )
+    return any(headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS)
 
 
 def _parent(headers: Mapping[bytes, bytes], source: bytes, key: bytes) -> str:

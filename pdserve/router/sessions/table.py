@@ -24,8 +24,10 @@ MAX_NEWS: Final = 10_000
 """Sessions whose last turn the others have yet to be told; the oldest is dropped first."""
 
 
-class SessionEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The last turn of one session. Processes tell it each other: fields are only added, at the end."""
+class SessionEntry(msgspec.Struct, gc=False, array_like=True):
+    """The last turn of one session, while it is that. Processes tell it each other: fields are only added, at
+    the end.
+    """
 
     request_id: str
     decode_id: str
@@ -97,22 +99,31 @@ class SessionTable:
 
     def get(self, key: SessionKey, now_s: float) -> SessionEntry | None:
         """The session's last turn, by its last known link. None: unknown, or older than the TTL."""
-        entries, name = self._entries, self._name
-        for link in key.links[::-1]:
-            entry = entries.get(name(link))
+        for link in map(self._name, key.links[::-1]):
+            entry = self._entries.get(link)
             if entry is not None:
                 if now_s - entry.seen_s <= self.ttl_s:
                     return entry
-                del entries[name(link)]
+                del self._entries[link]
         return None
 
     def record(self, key: SessionKey, entry: SessionEntry) -> None:
-        """Store the session's last turn (answering or answered). `entry.seen_s` is the present time."""
+        """Store the session's last turn, which is being answered. `entry.seen_s` is the present time."""
         *earlier, link = map(self._name, key.links)
         replaced = [one for one in earlier if one in self._entries] if earlier else earlier
         self._put(link, replaced, entry)
         if self.news is not None:
             self._tell(self.news, link, replaced, entry)
+
+    def complete(self, key: SessionKey, entry: SessionEntry, answer_tokens: int, now_s: float) -> None:
+        """The turn is answered, with so many tokens. Nothing happens where it is no longer the last one."""
+        link = self._name(key.links[-1])
+        if self._entries.get(link) is entry:
+            entry.tokens += answer_tokens
+            entry.seen_s, entry.answered = now_s, True
+            self._entries.move_to_end(link)
+            if self.news is not None:
+                self._tell(self.news, link, (), entry)
 
     def _tell(
         self,
@@ -142,10 +153,9 @@ class SessionTable:
         if known is not None:
             workers = with_workers(known.workers, entry.workers)
             if entry.seen_s <= known.seen_s:
-                if workers is known.workers:
-                    return
-                entry = known
-            entry = msgspec.structs.replace(entry, workers=workers)
+                known.workers = workers
+                return
+            entry.workers = workers
         self._put(link, replaced, entry)
 
     def _put(self, link: str, replaced: Iterable[str], entry: SessionEntry) -> None:

@@ -54,7 +54,7 @@ import hashlib
 import ipaddress
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any, Final, NamedTuple
@@ -81,17 +81,19 @@ def isolated(body: bytes, given: msgspec.Raw, namespace: str, *, is_plain: bool 
     `body` is a JSON object and `given` its own `cache_salt` (empty: none). Raises RequestError (400) if
     `given` is not a string or a list of strings, or too long.
     """
+    if not given:
+        return body if namespace == SHARED else with_text(body, _member_of(namespace, is_plain=is_plain))
     if len(given) > MAX_SALT_BYTES:
         what = f"'cache_salt' has more than {MAX_SALT_BYTES // 1024} KiB."
         raise RequestError(400, what, param="cache_salt")
     try:
-        salts = _salts.decode(given) if given else None
+        salts = _salts.decode(given)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise RequestError(
             400, "Invalid value for 'cache_salt': it must be a string, or a list of them.", param="cache_salt"
         ) from None
     if not salts:
-        return body if namespace == SHARED else with_text(body, _member_of(namespace, is_plain=is_plain))
+        return isolated(body, _EMPTY, namespace, is_plain=is_plain)
     salt_of = _plain_salt if is_plain else _salt
     if isinstance(salts, list):
         return with_member(body, "cache_salt", [salt_of(namespace, salt) for salt in salts])
@@ -197,6 +199,10 @@ _decoder: Final = msgspec.json.Decoder(TenantView)
 _given: Final = attrgetter(*ENGINE_FIELDS)
 
 
+decode_tenant_request: Final[Callable[[bytes], Any]] = _decoder.decode
+"""As `parse_tenant_request`, but raises `UNREADABLE`."""
+
+
 def parse_tenant_request(body: bytes) -> RequestView:
     """As `parse_request`, for a router with API keys."""
     view = decode_view(_decoder, body)
@@ -233,18 +239,20 @@ _MEDIA_DATA: Final = ("image_data", "video_data", "audio_data")
 _media_texts: Final = attrgetter(*_MEDIA_TEXTS)
 _media_data: Final = attrgetter(*_MEDIA_DATA)
 _is_said: Final = itemgetter(1)
-_MEDIA_NAMES: Final = tuple(b'%b"' % name.encode() for name in sorted(_PARTS))
-"""A member that holds media, or a part's type, behind its quote. In a text the quotes would be written with a
+_MEDIA_NAMES: Final = tuple(b'%b"' % name.encode() for name in (*sorted(_PARTS), *_MEDIA_DATA))
+"""Members that hold media, and parts' types, behind their quotes. In a text quotes would be written with a
 backslash.
 """
 _LETTERS: Final = b"u005", b"u006", b"u007"
 """Behind a backslash: a name may be written with escapes in place of its letters."""
 
 
-def check_media(view: RequestView, domains: Collection[str]) -> None:
+def check_media(body: bytes, view: RequestView, domains: Collection[str]) -> None:
     """Raises RequestError (400) for media that would not come from the body or one of the domains. `view`:
     from `parse_tenant_request`.
     """
+    if not _names_media(body):
+        return
     for where, source in _sources(view):
         problem = _problem(source, domains)
         if problem:
@@ -262,7 +270,7 @@ def _sources(view: RequestView) -> Iterator[tuple[str, str]]:
             yield field, source
 
 
-def _names_media(text: msgspec.Raw) -> bool:
+def _names_media(text: bytes | msgspec.Raw) -> bool:
     return has_after(text, b'"', _MEDIA_NAMES) or has_after(text, b"\\", _LETTERS)
 
 

@@ -88,24 +88,17 @@ class TenantState:
     """A tenant as the router knows it."""
 
     __slots__ = (
-        "charged_requests",
-        "charged_tokens",
-        "granted",
-        "has_rates",
-        "limits",
-        "name",
-        "requests",
-        "running",
-        "share",
-        "tokens",
-        "use",
-        "waiting",
-        *("kept", "kept_elsewhere"),
-    )
+        "cache", "charged_requests", "charged_tokens", "granted", "has_rates", "kept", "kept_elsewhere",
+        "limits", "mark", "name", "requests", "running", "share", "tokens", "use", "waiting",
+    )  # fmt: skip
+    limits: TenantLimits
+    cache: str
+    """Its cache namespace."""
 
     def __init__(self, name: str, limits: TenantLimits, now_s: float, granted: int | None = None) -> None:
         self.name = name
-        self.limits = limits
+        self.mark = f"{name}:".encode("ascii")
+        """Before the ids of its requests at the workers: two tenants may use one id."""
         self.running = 0
         """Requests let in and not over. The fair queue counts them."""
         self.waiting = 0
@@ -127,11 +120,6 @@ class TenantState:
         self.set_limits(limits, now_s)
 
     @property
-    def cache(self) -> str:
-        """The tenant's cache namespace."""
-        return self.limits.cache or self.name
-
-    @property
     def is_free(self) -> bool:
         """The tenant's concurrency allows one more request."""
         most = self.limits.concurrency
@@ -145,7 +133,7 @@ class TenantState:
 
     def set_limits(self, limits: TenantLimits, now_s: float) -> None:
         """Change the limits from now on. Past use still counts."""
-        self.limits = limits
+        self.limits, self.cache = limits, limits.cache or self.name
         rate_s, tokens_min = limits.requests_s * self.share, limits.tokens_min * self.share
         self.requests = _bucket(self.requests, rate_s, max(1.0, rate_s), now_s)
         self.tokens = _bucket(self.tokens, tokens_min / 60, tokens_min, now_s)
@@ -269,7 +257,8 @@ class Tenants:
         self._by_name: dict[str, TenantState] = {}
         self._known: dict[str, TenantState] = {}
         """Also tenants whose keys were removed: their requests may still run, and a key may come back."""
-        self._by_prefix: dict[str, list[tuple[str, TenantState]]] = {}
+        self.by_prefix: dict[str, list[tuple[str, TenantState]]] = {}
+        """The keys, by how their digests begin. Another dictionary whenever they were read."""
         self.has_keys = False
         self._granted: int | None = None
 
@@ -313,9 +302,9 @@ class Tenants:
                 state.set_limits(limits.get(name, defaults), now_s)
             states[name] = state
         self._by_name = states
-        self._by_prefix = {}
+        self.by_prefix = {}
         for key, name in keys.items():
-            self._by_prefix.setdefault(key[:_PREFIX_CHARS], []).append((key, states[name]))
+            self.by_prefix.setdefault(key[:_PREFIX_CHARS], []).append((key, states[name]))
         self.has_keys = bool(keys)
         if not keys:
             self.anonymous = states[ANONYMOUS]
@@ -338,7 +327,7 @@ class Tenants:
         """The tenant whose key has this digest, or None. A client cannot steer the digest that is looked up,
         and the whole digest is compared in constant time.
         """
-        for known, tenant in self._by_prefix.get(key_digest[:_PREFIX_CHARS], ()):
+        for known, tenant in self.by_prefix.get(key_digest[:_PREFIX_CHARS], ()):
             if same(key_digest, known):
                 return tenant
         return None

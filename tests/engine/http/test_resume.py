@@ -242,7 +242,7 @@ def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes,
     marks.begin(True)
     begin = 0
     for cut in cuts:
-        got += marks.take(stream[begin:cut], at_end=False)
+        got += marks.take(stream[begin:cut])
         begin = cut
     path, data = "/v1/chat/completions", body
     if got:  # else the router simply asks again
@@ -250,7 +250,7 @@ def cut_and_continue(stream: bytes, cuts: list[int], other: Engine, body: bytes,
     status, pieces = asyncio.run(post(other, path, data))
     assert status == 200
     marks.begin(True)
-    return got + marks.take(b"".join(pieces), at_end=True)
+    return got + marks.take_last(b"".join(pieces))
 
 
 TEXT = st.text(st.sampled_from("ab \"'\\é漢🙂\n:"), min_size=1, max_size=12)
@@ -315,7 +315,7 @@ def test_a_continued_stream_can_be_continued() -> None:
     whole = chat(Engine(answer), b"{}", marks=False)
     first = chat(Engine(answer), b"{}")
     marks.begin(True)
-    seen = marks.take(first[: len(first) // 3], at_end=False)
+    seen = marks.take(first[: len(first) // 3])
     _, pieces = asyncio.run(
         post(Engine(answer), "/pd/continue?endpoint=/v1/chat/completions", marks.continue_body(b"{}"))
     )
@@ -332,7 +332,7 @@ def test_a_stream_says_what_it_used_and_one_that_another_worker_ends_says_the_sa
     first = chat(Engine(answer), b"{}")
     marks, continued = StreamMarks(), StreamMarks()
     marks.begin(True)
-    marks.take(first, at_end=True)
+    marks.take_last(first)
     cut_and_continue(first, [len(first) // 2], Engine(answer, rid="other"), b"{}", continued)
     assert marks.used is not None
     assert marks.used[0] == len(PROMPT)
@@ -369,7 +369,7 @@ def test_several_choices_are_passed_on_as_they_come() -> None:
     assert len(pieces) > 5
     marks = StreamMarks()
     marks.begin(True)
-    ready = marks.take(pieces[0] + pieces[1], at_end=False)
+    ready = marks.take(pieces[0] + pieces[1])
     assert ready == pieces[0].removeprefix(b": pd off\n\n") + pieces[1]
     assert not marks.is_marked
 

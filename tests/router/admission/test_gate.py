@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Limits
 from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access, Admission, Tenant
+from pdserve.router.tenants.api_keys import key_line
 from pdserve.security.failed_logins import BURST
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, Response, disagg
+from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, Response, chat_body, disagg
 from tests.support.router.mock_worker import (
     ANSWER,
     EVENTS,
@@ -80,6 +82,30 @@ async def test_with_keys_nobody_gets_in_without_one_and_what_is_open_tells_nothi
             assert (await harness.get(path)).status == 200
         for key, status in ((ALICE, 401), (admin.key, 200)):
             assert (await harness.get("/metrics", by(key))).status == status
+
+
+async def test_each_request_of_a_connection_is_of_the_tenant_whose_key_it_shows(access: Access) -> None:
+    async with disagg(access=access) as (harness, _, _):
+        gate, body = harness.router.gate, json.dumps(chat_body()).encode()
+
+        async def statuses(*shown: dict[str, str]) -> list[int]:
+            client, found = await harness.connect(), []
+            for headers in shown:
+                await client.send(CHAT, body, headers)
+                found.append((await client.response()).status)
+            return found
+
+        assert await statuses(by(ALICE), by(ALICE), by(BOB), {"x-api-key": BOB}, by(ALICE)) == [200] * 5
+        assert [tenant.use.requests for tenant in gate.tenants.all] == [3, 2]
+        for wrong in ({}, by(ALICE + "a"), {"authorization": ALICE}, {"x-api-key": f"Bearer {ALICE}"}):
+            assert await statuses(by(ALICE), wrong) == [200, 401]
+        assert access.keys_file is not None
+        client = await harness.connect()
+        for status in (200, 401):
+            await client.send(CHAT, body, by(ALICE))
+            assert (await client.response()).status == status
+            access.keys_file.write_text(key_line("bob", BOB))
+            gate.read_keys()
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_media_that_all_workers_can_name_go_through_the_prefill_stage() -> None:
 
 
 LAST = SessionEntry("r1", D2.id, 0.0, answered=True)
-TURN = RequestFacts(ENDPOINTS[CHAT], session=named("s"))
+TURN = RequestFacts(ENDPOINTS[CHAT], session=named("s"), is_turn=True)
 
 
 def test_no_wait_for_a_turn_that_is_still_being_answered() -> None:

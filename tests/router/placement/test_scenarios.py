@@ -112,6 +112,7 @@ class Scenario:
         facts = RequestFacts(
             ENDPOINTS["/v1/completions"],
             session=named(session) if session else None,
+            is_turn=session is not None,
             prompt_tokens_estimate=len(prompt) * TOKENS_PER_LETTER,
             turn=self.turns,
             draw=self.turns * 7919,

@@ -453,7 +453,7 @@ async def stage(decode: int = 1, *, is_paid: bool = True, **config: Any) -> Asyn
     } | config
     ratio, per_s = (0.2, 1000.0) if is_paid else (0.0, 0.0)
     with (
-        patch("pdserve.router.http.worker_connection.MAX_IDLE", 0),  # a used connection is replaced once
+        patch("pdserve.router.http.worker_connection.IDLE_S", 0.0),  # a used connection is replaced once
         patch("pdserve.router.proxy.failures.RATIO", ratio),
         patch("pdserve.router.proxy.failures.MIN_PER_S", per_s),
     ):

@@ -98,7 +98,7 @@ async def test_a_status_that_does_not_exist_is_no_answer() -> None:
 async def test_a_mark_of_impossible_tokens_ends_the_marks_and_not_the_stream(mark: bytes) -> None:
     marks = StreamMarks()
     marks.begin(is_marked=True)
-    assert marks.take(EVENTS[0] + b": pd %b\n\n" % mark + EVENTS[1], at_end=False) == EVENTS[0] + EVENTS[1]
+    assert marks.take(EVENTS[0] + b": pd %b\n\n" % mark + EVENTS[1]) == EVENTS[0] + EVENTS[1]
     assert (marks.is_marked, marks.token_count) == (False, 0)
 
 

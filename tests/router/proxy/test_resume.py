@@ -154,8 +154,8 @@ def test_what_a_stream_says_of_its_use_is_taken_out_wherever_it_is_cut(
     marks.begin(True)
     ends = sorted(min(cut, len(data)) for cut in cuts)
     for begin, end in itertools.pairwise([0, *ends]):
-        got += marks.take(data[begin:end], at_end=False)
-    got += marks.take(data[ends[-1] if ends else 0 :], at_end=True)
+        got += marks.take(data[begin:end])
+    got += marks.take_last(data[ends[-1] if ends else 0 :])
     assert got == text + text + DONE
     assert marks.used == (18, 7)
 
@@ -166,12 +166,12 @@ def test_what_a_stream_says_of_its_use_is_taken_out_wherever_it_is_cut(
 def test_the_usual_end_of_a_stream_is_read_as_every_other_one(text: bytes, mark: bytes, usage: bytes) -> None:
     for data in (text + mark + usage + DONE, text + mark + usage, text + usage + mark + DONE):
         at_once, in_general = StreamMarks(True), StreamMarks(True)
-        assert at_once.take(data, at_end=True) == in_general.take_any(data, at_end=True)
+        assert at_once.take_last(data) == in_general.take_any(data, at_end=True)
         assert at_once.used == in_general.used
         assert (at_once.token_count, at_once.tells_all) == (in_general.token_count, in_general.tells_all)
     usual = StreamMarks(True)
     if (mark, usage) == (b": pd 9 0 7 8\n\n", b": pd-usage 18 2\n\n"):
-        assert usual.take(text + mark + usage + DONE, at_end=True) == text + DONE
+        assert usual.take_last(text + mark + usage + DONE) == text + DONE
         assert (usual.used, usual.token_count) == ((18, 2), 2)
 
 
@@ -179,5 +179,5 @@ def test_a_worker_that_sends_no_marks_says_no_use_either() -> None:
     marks = StreamMarks()
     marks.begin(False)
     data = b": pd-usage 18 7\n\n" + DONE
-    assert marks.take(data, at_end=True) == data
+    assert marks.take_last(data) == data
     assert marks.used is None

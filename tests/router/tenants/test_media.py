@@ -27,7 +27,7 @@ def image(url: str) -> bytes:
 
 
 def checked(body: bytes, *domains: str) -> None:
-    check_media(parse_tenant_request(body), domains)
+    check_media(body, parse_tenant_request(body), domains)
 
 
 TEXT = 'see image_url: file:///etc/passwd and {"image_url": "file:///x"}'
@@ -144,7 +144,7 @@ def test_a_prompt_of_a_megabyte_is_looked_through_in_a_moment() -> None:
         view, spent_s = parse_tenant_request(body), []
         for _ in range(10):
             begun_s = time.thread_time()
-            check_media(view, ())
+            check_media(body, view, ())
             spent_s.append(time.thread_time() - begun_s)
         assert min(spent_s) < 0.005
 

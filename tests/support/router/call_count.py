@@ -87,6 +87,7 @@ def _json(value: Any) -> bytes:
 
 
 _REPORT_ANSWER = _json(REPORT)
+_SETTLED_ANSWER = _json({"known": True, "settled": True})
 _WHOLE_ANSWER = _json(WHOLE)
 
 
@@ -125,6 +126,8 @@ class _ToWorker(_Transport):
     def write(self, data: Any) -> None:
         if b"/pd/prefill" in data[:64]:
             self._loop.call_soon(self.protocol.data_received, _REPORT_ANSWER)
+        elif b"/pd/settled" in data[:64]:
+            self._loop.call_soon(self.protocol.data_received, _SETTLED_ANSWER)
         elif not self.chunks:
             self._loop.call_soon(self.protocol.data_received, _WHOLE_ANSWER)
         else:

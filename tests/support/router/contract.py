@@ -103,7 +103,7 @@ async def a_lost_stream_goes_on_from_any_of_its_marks(client: httpx.AsyncClient,
     for end in ends:
         marks = StreamMarks()
         marks.begin(is_marked=True)
-        before = marks.take(b"".join(parts[:end]), at_end=False)
+        before = marks.take(b"".join(parts[:end]))
         response, rest = await streamed(
             client, "/pd/continue", params=ENDPOINT, content=marks.continue_body(asked), headers=headers
         )
