@@ -1,10 +1,10 @@
 """How fast a model's weights are there: by SGLang's own loader from disk, and from the pool. Beside them
 stand what the disk and what memory can do.
 
-disk        the files; the page cache is emptied of them before each load cached      the files in the page
-cache: the best that a disk can look like memory      one node of this host, by mapped memory tcp         the
-same node over TCP, as from another host; here both ends share the processors ssd         one node whose pages
-are in its SSD tier only, before each load
+    disk        the files; the page cache is emptied of them before each load
+    memory      one node of this host, by mapped memory
+    tcp         the same node over TCP, as from another host; here both ends share the processors
+    ssd         one node whose pages are in its SSD tier only, before each load
 
 Each load is a fresh process that copies every tensor into memory that is there already, as a model's
 parameters are.
@@ -68,6 +68,8 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     gbps: float
     memcpy_gbps: float
     """Of one thread, into memory whose pages are there, between these loads."""
+    fresh_gbps: float
+    """The same into fresh memory."""
     disk_gbps: float
     """Direct reads of the model's files, in order, by one thread, between these loads."""
 
@@ -91,16 +93,13 @@ def main(
     lines = [
         (
             *(row.source, f"{row.seconds:.2f}", f"{row.first_s:.3f}", f"{row.gbps:.2f}"),
-            *(f"{row.gbps / row.memcpy_gbps:.2f}", f"{row.gbps / row.disk_gbps:.2f}"),
+            *(f"{row.gbps / gbps:.2f}" for gbps in (row.memcpy_gbps, row.fresh_gbps, row.disk_gbps)),
         )
         for row in rows
     ]
     title = f"{rows[0].size_bytes / 1e9:.2f} GB of tensors, medians of {rounds} loads"
-    output.show(
-        Table(
-            title, ("from", "s", "first tensor, s", "GB/s", "of memcpy", "of the disk"), lines, left=("from",)
-        )
-    )
+    rates = ("GB/s", "of memcpy", "of fresh memcpy", "of the disk")
+    output.show(Table(title, ("from", "s", "first tensor, s", *rates), lines, left=("from",)))
 
 
 def measure(
@@ -114,15 +113,16 @@ def measure(
     found, digests = [], set()
     for source in sources:
         say(f"{source}: {rounds} loads of {size / 1e9:.2f} GB")
-        loads, memcpy, disk = [], [], []
+        loads, copies, disk = [], [], []
         with _source(source, model, files, capacity, directory) as (path, environment, before):
             for _ in range(rounds):
                 before()
                 loads.append(_load(path, size, environment))
-                memcpy.append(memcpy_gbps())
+                copies.append(memcpy_gbps())
                 disk.append(disk_gbps(files))
         digests |= {one.digest for one in loads}
         seconds = statistics.median(one.seconds for one in loads)
+        fresh, there = map(statistics.median, zip(*copies, strict=True))
         found.append(
             LoadFigures(
                 source=source,
@@ -131,7 +131,8 @@ def measure(
                 seconds=round(seconds, 3),
                 first_s=round(statistics.median(one.first_s for one in loads), 3),
                 gbps=round(size / seconds / 1e9, 3),
-                memcpy_gbps=round(statistics.median(memcpy), 3),
+                memcpy_gbps=round(there, 3),
+                fresh_gbps=round(fresh, 3),
                 disk_gbps=round(statistics.median(disk), 3),
             )
         )
@@ -261,12 +262,15 @@ def drop_cached(files: Sequence[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def memcpy_gbps() -> float:
-    source, target = np.ones(COPY_BYTES, np.uint8), np.zeros(COPY_BYTES, np.uint8)
-    target.fill(1)  # its pages are there
-    begin_s = time.perf_counter()
-    np.copyto(target, source)
-    return COPY_BYTES / (time.perf_counter() - begin_s) / 1e9
+def memcpy_gbps() -> list[float]:
+    """Into fresh memory, and once more, when its pages are there."""
+    source, target = np.ones(COPY_BYTES, np.uint8), np.empty(COPY_BYTES, np.uint8)
+    rates = []
+    for _ in range(2):
+        begin_s = time.perf_counter()
+        np.copyto(target, source)
+        rates.append(COPY_BYTES / (time.perf_counter() - begin_s) / 1e9)
+    return rates
 
 
 def disk_gbps(files: Sequence[Path]) -> float:

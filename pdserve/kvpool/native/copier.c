@@ -134,7 +134,7 @@ __attribute__((target("avx2"))) static void avx2_stripes(uint64_t *acc, unsigned
         size_t some = BLOCK_STRIPES - index < count ? BLOCK_STRIPES - index : count;
         for (size_t i = 0; i < some; i++, from += STRIPE, to += STRIPE) {
             __m256i low = LOAD(from), high = LOAD(from + 32);
-            _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
+            _mm_prefetch((const char *)from + 256, _MM_HINT_T0);
             if (stream) {
                 _mm256_stream_si256((__m256i *)to, low);
                 _mm256_stream_si256((__m256i *)(to + 32), high);

@@ -42,7 +42,9 @@ SPARE_BYTES: Final = 512 << 20  # of buffers kept to be used again
 
 
 class Buffers:
-    """Memory that is used again. Thread-safe; dropped with its owner."""
+    """Memory that is used again. Thread-safe; dropped with its owner. Who keeps a part keeps its block, so no
+    block is more than four times as long as what is taken of it.
+    """
 
     def __init__(self, spare_bytes: int = SPARE_BYTES) -> None:
         self._spare_bytes = spare_bytes
@@ -54,7 +56,7 @@ class Buffers:
         """uint8, shape [size_bytes]. It comes back when nothing refers to the array that is returned."""
         with self._lock:
             self._sort_in()
-            fit = (i for i, block in enumerate(self._free) if size_bytes <= block.size <= 2 * size_bytes)
+            fit = (i for i, block in enumerate(self._free) if size_bytes <= block.size <= 4 * size_bytes)
             block = self._free.pop(chosen) if (chosen := next(fit, -1)) >= 0 else None
         if block is None:
             block = aligned(size_bytes)
@@ -83,7 +85,7 @@ class Buffers:
 
 BATCH_BYTES: Final = 32 << 20
 WINDOW_BYTES: Final = 256 << 20
-NEAR_BATCH_BYTES: Final = 8 << 20  # of memory of this host
+NEAR_BATCH_BYTES: Final = 16 << 20  # of memory of this host
 NEAR_WINDOW_BYTES: Final = 24 << 20
 THREADS: Final = min(4, max(2, len(os.sched_getaffinity(0))))  # more are in each other's way
 INDEX: Final = "model.safetensors.index.json"
@@ -206,11 +208,10 @@ def cut_spans(
 
 @dataclass
 class _Begun:
-    """A span that is being read. `error`: of one of its pages."""
+    """A span that is being read, in these parts."""
 
     filled: Filled
     parts: list[Future[None]] = field(default_factory=list)
-    error: WeightsError | None = None
 
 
 Wanted: TypeAlias = tuple[_Begun, PlacedPiece]
@@ -223,7 +224,7 @@ def read_ahead(
     span, are read ahead. Raises WeightsError.
     """
     executor = ThreadPoolExecutor(threads, thread_name_prefix="pdserve-weights")
-    work = _ReadAhead(reader, executor)
+    work = _ReadAhead(reader, executor, threads)
     try:
         for span in spans:
             work.begin(span)
@@ -239,9 +240,10 @@ def read_ahead(
 class _ReadAhead:
     """The spans that were begun and were not given out."""
 
-    def __init__(self, reader: PageReader, executor: Executor) -> None:
+    def __init__(self, reader: PageReader, executor: Executor, threads: int) -> None:
         self._reader = reader
         self._executor = executor
+        self._threads = threads
         self._buffers = Buffers()
         self._batch: list[Wanted] = []
         self._batch_bytes = 0
@@ -249,7 +251,9 @@ class _ReadAhead:
         self.under_way_bytes = 0
 
     def begin(self, span: Span) -> None:
-        """Small spans are read together: each batch is a few questions to each node."""
+        """Small spans of a file are read together: a batch is a question for each size of its pages."""
+        if self._batch and self._batch[0][0].filled.span.path != span.path:
+            self._submit()
         one = _Begun(Filled(span, self._buffers.take(span.end - span.start)))
         batch_bytes = NEAR_BATCH_BYTES if self._reader.is_near else BATCH_BYTES
         for piece in span.pieces:
@@ -261,14 +265,14 @@ class _ReadAhead:
         self.under_way_bytes += one.filled.data.size
 
     def next(self) -> Filled:
-        """The first span, once all of it is there. Raises what a page of it raised."""
+        """The first span, once all of it is there. Raises what a page of it, or one read with it, raised."""
+        reading = {part for one in self.begun for part in one.parts if not part.done()}
         first = self.begun.popleft()
-        if any(one is first for one, _ in self._batch):
+        # a short batch is better than a thread that waits while the caller uses what it has
+        if len(reading) < self._threads or any(one is first for one, _ in self._batch):
             self._submit()
         for part in first.parts:
             part.result()  # every step of a part has a deadline
-        if first.error is not None:
-            raise first.error
         self.under_way_bytes -= first.filled.data.size
         return first.filled
 
@@ -297,15 +301,6 @@ def batches(pieces: Sequence[PlacedPiece]) -> Iterator[list[PlacedPiece]]:
 
 
 def _fill(reader: PageReader, batch: Sequence[Wanted]) -> None:
-    """Read the pages, each span's together."""
-    spans: dict[int, list[Wanted]] = {}
-    for wanted in batch:
-        spans.setdefault(id(wanted[0]), []).append(wanted)
-    for some in spans.values():
-        one, pieces = some[0][0], [piece for _, (_, piece) in some]
-        span, data = one.filled
-        into = [data[at - span.start : at - span.start + piece.length] for _, (at, piece) in some]
-        try:
-            reader.read(span.path, pieces, into)
-        except WeightsError as error:  # of this span; others of the batch are right
-            one.error = error
+    """Read the pages of spans of one file. Raises WeightsError."""
+    into = [one.filled.data[at - one.filled.span.start :][: piece.length] for one, (at, piece) in batch]
+    reader.read(batch[0][0].filled.span.path, [piece for _, (_, piece) in batch], into)

@@ -28,6 +28,15 @@ def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
     assert kept.ctypes.data != place
 
 
+def test_a_shorter_one_takes_a_part_of_what_came_back_and_a_small_one_does_not() -> None:
+    buffers = Buffers()
+    place = buffers.take(SIZE).ctypes.data
+    gc.collect()
+    kept = buffers.take(SIZE // 5)
+    assert kept.ctypes.data != place
+    assert buffers.take(SIZE // 3).ctypes.data == place
+
+
 def test_memory_that_a_tensor_refers_to_is_not_used_again() -> None:
     torch = pytest.importorskip("torch")
     buffers = Buffers()
