@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -30,6 +31,7 @@ from pdserve.kvpool.protocol.base import KEY_BYTES, NodeAddress
 ARC_BITS: Final = 15
 ARCS: Final = 1 << ARC_BITS
 MAX_WEIGHT: Final = 1 << 20  # GiB
+KEPT_DRAWS: Final = 128  # nodes whose draws a process keeps, 256 KiB each
 _LN_2: Final = 0.6931471805599453
 _STEP: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
 Positions: TypeAlias = npt.NDArray[np.uint64]
@@ -39,8 +41,8 @@ class Ring:
     """An immutable ring. `epoch` says which of two rings is newer."""
 
     def __init__(self, nodes: Iterable[NodeAddress], epoch: int = 0) -> None:
-        """Takes half a millisecond a node. Raises ConfigError: two nodes of one name, or weights out of
-        bounds.
+        """Takes half a millisecond for each node that was in no ring of this process before, else a tenth.
+        Raises ConfigError: two nodes of one name, or weights out of bounds.
         """
         self.nodes = tuple(sorted(nodes, key=lambda node: node.node))
         self.epoch = epoch
@@ -52,10 +54,9 @@ class Ring:
             raise ConfigError(f"pool ring: weights {weights} must be between 1 and {MAX_WEIGHT}")
         self._owners = np.zeros(ARCS, np.int32)
         if len(self.nodes) > 1:
-            arcs = np.arange(ARCS, dtype=np.uint64)
             least = np.full(ARCS, np.inf)
             for number, node in enumerate(self.nodes):
-                draws = _draws(node, arcs)
+                draws = _all_draws(node.node) / node.weight
                 np.putmask(self._owners, draws < least, number)
                 np.minimum(least, draws, out=least)
 
@@ -91,7 +92,7 @@ class Ring:
         the next owner when those before it leave.
         """
         arcs, place = np.unique(_arcs_of(positions_of(keys)), return_inverse=True)
-        draws = np.array([_draws(node, arcs.astype(np.uint64)) for node in self.nodes])
+        draws = np.array([_draws(node.node, arcs.astype(np.uint64)) / node.weight for node in self.nodes])
         order = np.argsort(draws, axis=0, kind="stable")[:count].T[place]
         return [[self.nodes[i] for i in chain] for chain in order.tolist()]
 
@@ -105,11 +106,17 @@ def _arcs_of(positions: Positions) -> npt.NDArray[np.intp]:
     return (positions >> np.uint64(64 - ARC_BITS)).astype(np.intp)
 
 
-def _draws(node: NodeAddress, arcs: Positions) -> npt.NDArray[np.float64]:
-    """The node's draw for each arc, over its weight, shape [len(arcs)]: -ln of a uniform number that is
-    SplitMix64, seeded with a digest of the name.
+@lru_cache(maxsize=KEPT_DRAWS)
+def _all_draws(name: str) -> npt.NDArray[np.float64]:
+    """For all arcs. A ring that has one node more than the one before costs the draws of that node."""
+    return _draws(name, np.arange(ARCS, dtype=np.uint64))
+
+
+def _draws(name: str, arcs: Positions) -> npt.NDArray[np.float64]:
+    """The node's draw for each arc, shape [len(arcs)]: -ln of a uniform number that is SplitMix64, seeded
+    with a digest of the name.
     """
-    seed = np.uint64(int.from_bytes(hashlib.blake2b(node.node.encode(), digest_size=8).digest(), "little"))
+    seed = np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
     state = (arcs + np.uint64(1)) * _STEP
     state += seed
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
@@ -124,5 +131,5 @@ def _draws(node: NodeAddress, arcs: Positions) -> npt.NDArray[np.float64]:
     for factor in (2 / 5, 2 / 3, 2.0):
         logarithm += factor
         logarithm *= squared if factor < 2 else z
-    draws: npt.NDArray[np.float64] = ((52 - exponent) * _LN_2 - logarithm) / node.weight
+    draws: npt.NDArray[np.float64] = (52 - exponent) * _LN_2 - logarithm
     return draws

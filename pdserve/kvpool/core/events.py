@@ -401,7 +401,7 @@ class ForgetSpace(msgspec.Struct, frozen=True):
 
 class ErasePages(msgspec.Struct, frozen=True):
     """All tiers forget these pages of the space, or (None) all that they have of it, and erase their bytes.
-    One PagesErased follows.
+    Each tier reports those keys as gone once more, and one PagesErased follows.
     """
 
     ticket: int

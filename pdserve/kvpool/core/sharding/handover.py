@@ -53,8 +53,8 @@ from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 
-MAX_LOOKED_AT: Final = 8192  # keys
-STEP_S: Final = 0.005  # between steps of the scan: requests are served meanwhile
+MAX_LOOKED_AT: Final = 2048  # keys
+STEP_S: Final = 0.002  # between steps of the scan: requests are served meanwhile
 MAX_QUEUED: Final = 65_536  # pages in all queues; about 100 bytes each
 MAX_TARGETS: Final = 4  # pushed to at a time
 BATCH_PAGES: Final = 64

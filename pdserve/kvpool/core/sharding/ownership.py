@@ -17,9 +17,9 @@ from pdserve.kvpool.cluster.ring import Ring, positions_of
 from pdserve.kvpool.core.events import Action
 from pdserve.kvpool.core.store.page_store import PageStore
 
-MAX_LOOKED_AT: Final = 8192  # keys
-MAX_DROPPED: Final = 1024  # pages dropped in one step
-STEP_S: Final = 0.005  # between steps: requests are served meanwhile
+MAX_LOOKED_AT: Final = 2048  # keys
+MAX_DROPPED: Final = 256  # pages dropped in one step
+STEP_S: Final = 0.002  # between steps: requests are served meanwhile
 AGAIN_S: Final = 1.0  # pause before pinned pages are tried again
 
 

@@ -110,9 +110,10 @@ class Replicas:
 
     def view_changed(self) -> None:
         """Replicas of pages that this node owns now become these pages."""
-        slots = [slot for slot in self._slots if slot in self]
-        for slot, ours in zip(slots, self._is_ours(self._keys(slots)), strict=True):
-            if ours:
+        key_of = self._store.facts.key
+        found = [(key, slot) for slot in self._slots if (key := key_of[slot]) is not None]
+        for (_, slot), ours in zip(found, self._is_ours([key for key, _ in found]), strict=True):
+            if ours and slot in self:  # in this order: most are not, and that is told of all at once
                 self._forget(slot)
 
     def _drop(self, slots: list[int], out: list[Action]) -> int:

@@ -300,7 +300,7 @@ class Demotions:
             self._store.let_go(slot, out)
             if status == STORED:
                 tier.stored += 1
-                if not storing.void and self._valid(page):
+                if not storing.void and self._valid(page.space):
                     tier.add(page.space, page.key, page.length_bytes)
                     if in_use:
                         # a tier that hangs has taken it, and cannot give it: a pass looks again
@@ -336,9 +336,10 @@ class Demotions:
             tier.backoff.failed(now_s)
         elif event.pages:
             tier.backoff.worked()
+        valid = {space for space in {page.space for page in event.pages} if self._valid(space)}
         void = []
         for page in event.pages:
-            if self._valid(page):
+            if page.space in valid:
                 tier.add(page.space, page.key, page.length_bytes)
             else:
                 void.append(PageName(page.space, page.key, page.length_bytes))
@@ -361,9 +362,9 @@ class Demotions:
         for name in event.names:
             tier.gone += tier.remove(name.space, name.key)
 
-    def _valid(self, page: TierPage) -> bool:
-        """Whether the page's space is current and its namespace uses tiers."""
-        namespace = self._index.namespace_of(page.space)
+    def _valid(self, space: int) -> bool:
+        """Whether the space is current and its namespace uses tiers."""
+        namespace = self._index.namespace_of(space)
         return namespace is not None and self.sinks(namespace)
 
     # --- forgetting

@@ -81,6 +81,8 @@ class NodeTiers:
             above.below = below
         self.namespaces = self._take_over(namespaces, fresh=config.fresh and not takes_over)
         self._facts.update((one.space, facts_of(one)) for one in self.namespaces)
+        # which pages count in the scans: actions tell the tiers of what was voided or opened since, in order
+        self._known = frozenset(self._facts)
         tiers = [worker.tier for worker in self._workers]
         self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
 
@@ -149,9 +151,8 @@ class NodeTiers:
         self._deliver = deliver
         if self._list_writer is not None:
             self._list_writer.start(self.namespaces.dump(), self.namespaces.revision)
-        spaces = set(self.namespaces.numbers_of_spaces)
         for worker, config in zip(self._workers, self._opened, strict=True):
-            worker.start(spaces, config.threads)
+            worker.start(self._known, config.threads)
 
     def stop(self) -> None:
         """Stop all threads within STOP_TIMEOUT_S. Blocks."""

@@ -238,6 +238,9 @@ class TierWorker:
         except Exception as error:  # boundary: each must be reported
             logger.exception("%s: erase", self._where)
             found = repr(error)
+        # this also covers a page that came from above, or was found in a listing, after it was forgotten
+        names = tuple(PageName(action.space, key, 0) for key in action.keys or ())
+        self._post(PagesGone(self._number, names, self.tier.used_bytes))
         problem = "; ".join(filter(None, (problem, found)))
         if self.below is not None:
             self.below.erase(action, problem)

@@ -346,16 +346,16 @@ class BucketSync:
     def _take_in(self, one: SegmentObject, segment: RemoteSegment) -> list[TierPage]:
         if not self._index.add_segment(segment):
             return []
-        # checked before, lest a reader finds a dropped page; and after, for what was dropped in between
+        # checked before, lest a reader finds a dropped page; and after, for what was dropped in between: with
+        # the names made by then, lest they are of a space that was opened after that
         new = self._index.insert(segment, range(len(segment)), newest=True) if self._is_wanted(one) else []
+        pages = self._spaces.own_pages(
+            [TierPage(segment.space(n), segment.keys[n], segment.length(n), 0, 0) for n in new]
+        )
         if not self._is_wanted(one):
             self._index.discard(one.number)
             return []
-        pages = [
-            TierPage(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal), 0, 0)
-            for ordinal in new
-        ]
-        return self._spaces.own_pages(pages)
+        return pages
 
     def _is_wanted(self, one: SegmentObject) -> bool:
         """Whether it was not dropped since it was listed."""

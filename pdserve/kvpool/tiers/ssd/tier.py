@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_BYTES: Final = 64 << 20  # per write, but at least one page
 MAX_PAGE_BYTES: Final = 1 << 30
 COMPACT_STEP_BYTES: Final = 8 << 20
-SCAN_BATCH_PAGES: Final = 4096
+SCAN_BATCH_PAGES: Final = 1024  # a millisecond of the node's event loop
 SYNC_INTERVAL_S: Final = 1.0
 MIN_SEGMENTS: Final = 4  # least number of segments in the capacity
 

@@ -129,19 +129,7 @@ def test_clients_go_on_with_a_tenant_whose_pages_were_deleted(searched: Searched
         assert pool.counters.failures == 0
 
 
-TOLD_FURTHER = (
-    "a known fault: no byte is left, but a node that hears of it as it first reads the bucket goes on saying "
-    "that it has the pages, until somebody reads one"
-)
-
-
-@pytest.mark.parametrize(
-    "whole",
-    [
-        pytest.param(True, id="a tenant"),
-        pytest.param(False, id="single pages", marks=pytest.mark.xfail(reason=TOLD_FURTHER, strict=False)),
-    ],
-)
+@pytest.mark.parametrize("whole", [pytest.param(True, id="a tenant"), pytest.param(False, id="single pages")])
 def test_a_node_that_was_away_erases_what_was_deleted_meanwhile(searched: Searched, whole: bool) -> None:
     searched.put()
     away, wanted = searched.nodes[1], [key(n) for n in ACME]

@@ -125,6 +125,15 @@ def test_pages_that_could_not_be_read_take_no_room_on_their_way_down(pair: Pair)
     assert [one.key for one in pair.found().pages] == [name(1).key]
 
 
+def test_a_page_that_came_from_above_before_it_was_erased_is_reported_as_gone_after_that(pair: Pair) -> None:
+    pair.leave(3)
+    pair.worker.erase(ev.ErasePages(7, 1, (name(3).key,)))
+    assert [one.key for one in pair.found().pages] == [name(3).key]
+    gone, erased = (pair.events.get(timeout=WAIT_S) for _ in range(2))
+    assert gone == ev.PagesGone(1, (name(3, 0),), 0)
+    assert erased == ev.PagesErased(7)
+
+
 def test_a_tier_that_answers_for_another_number_of_pages_has_failed_for_those_of_that_call(
     pair: Pair,
 ) -> None:

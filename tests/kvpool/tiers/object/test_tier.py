@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED
-from pdserve.kvpool.tiers.object.sync import RemoteSegment, load_segment
+from pdserve.kvpool.tiers.object.inventory import SegmentObject
+from pdserve.kvpool.tiers.object.sync import load_segment
 from tests.support.kvpool.object_server import Mode, ObjectServer
 from tests.support.kvpool.object_tiers import (
     CREDENTIALS,
@@ -17,6 +18,7 @@ from tests.support.kvpool.object_tiers import (
     SEGMENT,
     MakeNode,
     Node,
+    shared_facts,
 )
 from tests.support.kvpool.tier_tools import name
 
@@ -87,30 +89,40 @@ def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(
     assert one.read(8) == [GONE]
 
 
-def test_a_namespace_dropped_while_a_segment_of_it_is_taken_in_leaves_no_page_in_the_index(
-    store: ObjectServer, nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("checks", range(3))
+def test_a_namespace_cleared_while_a_segment_of_it_is_taken_in_has_no_page_of_it_afterwards(
+    store: ObjectServer, nodes: MakeNode, monkeypatch: pytest.MonkeyPatch, checks: int
 ) -> None:
+    """It is cleared after so many of the checks that it was not."""
     one, two = nodes("one", store.endpoint), nodes("two", store.endpoint, refresh_s=1000.0)
     one.open()
     one.put(1)
     one.until_uploaded()
-    two.open(known=())
+    two.open(known=(), facts=lambda space: shared_facts(1))
     tier = two.tier
     tier._spaces.open(1)
     [found] = tier._inventory.objects(tier._spaces.namespaces())
     segment = load_segment(tier._bucket, found)
     assert segment is not None
-    shared = tier._spaces.shared_name(name(1, LENGTH))
-    add = tier._index.add_segment
+    monkeypatch.setattr(tier._sync, "wake", lambda refresh=False: None)  # no listing meanwhile
+    is_wanted, done = tier._sync._is_wanted, 0
 
-    def add_and_drop(segment: RemoteSegment) -> bool:
-        added = add(segment)
-        tier.forget_space(1)
-        return added
+    def clear_when_due() -> None:
+        if done == checks:
+            tier.forget_space(1)
+            tier.open_space(2)
 
-    monkeypatch.setattr(tier._index, "add_segment", add_and_drop)
-    assert tier._sync._take_in(found, segment) == []
-    assert tier._index.pin([shared]) == []
+    def check(one: SegmentObject) -> bool:
+        nonlocal done
+        clear_when_due()
+        wanted, done = is_wanted(one), done + 1
+        if done == 2:
+            clear_when_due()
+        return wanted
+
+    monkeypatch.setattr(tier._sync, "_is_wanted", check)
+    assert [page for page in tier._sync._take_in(found, segment) if page.space != 1] == []
+    assert not tier.has(name(1, LENGTH, space=2))
 
 
 # --- a bucket that misbehaves
