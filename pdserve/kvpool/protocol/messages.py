@@ -309,12 +309,16 @@ class Abort(Message, tag=18, frozen=True):
 class Get(Message, tag=19, frozen=True):
     """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another
     length is a miss. Over UCX and TCP the node starts sending at once.
+
+    `hold`: until Release, or the lease ends. Without it what is sent is pinned until then, and what the
+    reader copies itself is not: it finds in the slot table whether the page was there to the end.
     """
 
     id: Id
     namespace: int
     keys: Keys
     segment_bytes: Segments
+    hold: bool = True
 
 
 class Pin(Message, tag=94, frozen=True):
@@ -333,13 +337,15 @@ class Pin(Message, tag=94, frozen=True):
 
 class Got(Message, tag=20, frozen=True):
     """`ages_s`: for how long each page has been in the pool, in s; for other nodes, where pages expire.
-    `below`: the places in `pins` of pages that this Get loaded from a tier (SSD, directory).
+    `below`: the places in `pins` of pages that this Get loaded from a tier (SSD, directory). `held`: the
+    pages are pinned until Release, whether or not that was asked for.
     """
 
     id: Id
     pins: list[Pin]
     ages_s: list[float] = []
     below: list[int] = []
+    held: bool = True
 
 
 class Release(Message, tag=21, frozen=True):

@@ -149,6 +149,10 @@ def test_well_formed_nonsense_raises_nothing_but_frame_errors(tag: int, fields: 
             assert type(decode(body)) in KINDS
 
 
+def test_pages_of_an_older_node_are_held_until_they_are_released() -> None:
+    assert decode_reply(msgspec.msgpack.encode([20, 5, [[94, m.HIT, 1]], [], []])).held  # type: ignore[union-attr]
+
+
 def test_deep_nesting_is_a_frame_error() -> None:
     with pytest.raises(FrameError):
         decode_request(b"\x91" * 100_000)
