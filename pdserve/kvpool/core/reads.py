@@ -20,7 +20,7 @@ from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartSen
 from pdserve.kvpool.core.pending_gets import PendingGets, Source
 from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingGet, Session, Tags
 from pdserve.kvpool.core.sessions import Pin as PinLease
-from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.store.index import NONE, NamespacePages
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin, Release
 
@@ -64,11 +64,11 @@ class Reads:
                 missing.append(place)
             else:
                 slots.append(slot)
-        held = request.hold or (session.mapped and bool(missing))
-        if session.mapped and not held:
-            pins = self._show(session, request, slots, now_s)
-        else:
-            pins = self._pin(session, request, slots, now_s, out)
+        if slots and session.mapped and not (request.hold or missing or session.peer):
+            pins = self._show(request, pages, slots, now_s)
+            out.append(Answer(session.connection, Got(request.id, pins, held=False)))
+            return
+        pins = self._pin(session, request, slots, now_s, out)
         if missing:
             found, absent = iter(pins), set(missing)
             pins = [_MISS if place in absent else next(found) for place in range(len(request.keys))]
@@ -83,7 +83,9 @@ class Reads:
         if session.peer and pages.expiry is not None:  # the page expires at the same time elsewhere
             committed_s = self._store.facts.committed_s
             ages_s = [now_s - committed_s[pin.slot] if pin.status == HIT else 0.0 for pin in pins]
-        out.append(Answer(session.connection, Got(request.id, pins, ages_s, held=held)))
+        out.append(
+            Answer(session.connection, Got(request.id, pins, ages_s, held=request.hold or session.mapped))
+        )
 
     def hit(self, session: Session, slot: int, request: Get, now_s: float, out: list[Action]) -> Pin:
         """Pin a page that the request has waited for. A miss if the client holds too much."""
@@ -126,24 +128,23 @@ class Reads:
                 out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
             read.append(slot)
             pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag))
-        if read:
-            self._count(session, request, read, now_s)
+        if read and session.reads:
+            pages = store.index.namespace(request.namespace)
+            self._count(request, pages, read, now_s, peer=session.peer)
         return pins
 
-    def _show(self, session: Session, request: Get, slots: list[int], now_s: float) -> list[Pin]:
+    def _show(self, request: Get, pages: NamespacePages, slots: list[int], now_s: float) -> list[Pin]:
         """Where the pages lie, for a client that copies them at once."""
         facts, offset_of = self._store.facts, self._store.slots.offset
         checksum_of, sequence_of = facts.checksum, facts.sequence
-        if slots:
-            self._count(session, request, slots, now_s)
+        self._count(request, pages, slots, now_s)
         return [Pin(HIT, slot, offset_of(slot), checksum_of[slot], sequence_of[slot]) for slot in slots]
 
-    def _count(self, session: Session, request: Get, slots: list[int], now_s: float) -> None:
+    def _count(
+        self, request: Get, pages: NamespacePages, slots: list[int], now_s: float, *, peer: bool = False
+    ) -> None:
         """Pages of one class were read."""
-        if not session.reads:
-            return
-        pages = self._store.index.namespace(request.namespace)
-        if not session.peer:
+        if not peer:
             pages.hits += len(slots)
             pages.read_bytes += len(slots) * sum(request.segment_bytes)
         self._store.touch(pages, self._store.slots.slot_bytes(slots[0]), slots, now_s)

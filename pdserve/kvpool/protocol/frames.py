@@ -140,6 +140,10 @@ class FrameBuffer:
         """Add bytes from the stream; yield each complete frame body. Raises FrameError on an impossible
         length: the peer speaks another protocol.
         """
+        whole = 0 < len(data) - HEADER_BYTES <= self.max_frame_bytes and not self._buffer
+        if whole and int.from_bytes(data[:HEADER_BYTES], "little") == len(data) - HEADER_BYTES:
+            yield data[HEADER_BYTES:]  # as most come: none of it has to be kept
+            return
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES:
             body_bytes = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
