@@ -167,6 +167,17 @@ def test_a_page_whose_lease_ended_during_the_read_is_lost_and_never_wrong(
             assert reader.connection.read_pages([pin], target, soon()) == [LOST]
 
 
+def test_a_reader_that_holds_nothing_has_nothing_to_release(pool: ProcessPool, name: str) -> None:
+    with client(pool, name) as c:
+        names, pages, target = keys(3), pages_of(c.layout, 3, seed=14), pages_of(c.layout, 3)
+        c.put(names, pages)
+        got = c.ask(m.Get(next(_ids), c.namespace, names, c.layout, hold=False), m.Got)
+        assert not got.held
+        assert c.connection.read_pages(got.pins, target, soon()) == [OK] * 3
+        assert all(same(a, b) for a, b in zip(target, pages, strict=True))
+        until(lambda: c.status().pins == 0, "a pin was left")
+
+
 def reader_slot_reused(writer: Client, pin: m.Pin) -> bool:
     grants = writer.reserve(keys(2))
     writer.abort([grant for grant in grants if grant.status == m.GRANTED])

@@ -198,7 +198,7 @@ ENDS_WITH_A_WORD = {
     "hello twice": (HELLO + HELLO, ""),
     "too many keys": (
         HELLO + encode_frame(m.Exists(1, 1, [bytes(32)] * 5000)),
-        "5000 keys in one message, at most 4096",
+        "not a pool request: Expected `array` of length <= 4096",
     ),
 }
 

@@ -75,6 +75,8 @@ class Batch(Generic[T]):
         """The chunks, alike in length and in the order of the keys. `is_mapped`: the node's memory is mapped
         here.
         """
+        if len(indices) <= MAX_PAGES and len(indices) * self.page_bytes <= CHUNK_BYTES:
+            return [list(indices)]
         chunks = -(-len(indices) // MAX_KEYS)
         if self.page_bytes:
             chunks = -(-len(indices) // max(1, min(MAX_PAGES, CHUNK_BYTES // self.page_bytes)))

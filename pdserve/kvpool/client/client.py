@@ -232,7 +232,7 @@ class PoolClient:
         """With the nearest node, and what that failed to do with the next one, if time is left."""
         if not indices or not self._doors.links:
             return
-        link, before = self._doors.chosen, {index: batch.result[index] for index in indices}
+        link, before = self._doors.chosen, batch.result.copy()
         self._runner.run(link, indices, batch)
         if (other := self._doors.after(link)) is not None:
             self._runner.run(other, [i for i in indices if batch.result[i] == before[i]], batch)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
 from pdserve.errors import (
@@ -163,8 +164,11 @@ class NodeLink:
         self._geometry = geometry
         self._page_bytes = page_bytes
         self._connect_timeout_s = connect_timeout_s
-        self._free = threading.Semaphore(limit)
-        self._changed = threading.Condition()  # guards the attributes below
+        self._turns: SimpleQueue[None] = SimpleQueue()  # one for each connection that is not in use
+        for _ in range(limit):
+            self._turns.put(None)
+        self._lock = threading.RLock()  # guards the attributes below
+        self._changed = threading.Condition(self._lock)
         self._health = NodeHealth(name, retry_after_s=retry_after_s, restart_wait_s=restart_wait_s)
         self._idle: list[OpenConnection] = []
         self._closed = threading.Event()
@@ -187,7 +191,8 @@ class NodeLink:
         repeatable: bool = True,
         tenant: str = "",
     ) -> T:
-        """Run the operation with a connection. Raises the errors of `acquire`.
+        """Run the operation with a connection. Raises its errors; PoolUnavailable at once while the node is
+        down, PoolTimeout if no connection became free in time, and the errors of connecting.
 
         It is repeated once if the connection turns out to be closed, and again after an announced restart,
         which extends the deadline. `repeatable`: it may be repeated after the node has answered part of it. A
@@ -196,8 +201,7 @@ class NodeLink:
         last, is_dropped = False, False
         while True:
             try:
-                with self.acquire(deadline, last=last, repeatable=repeatable, tenant=tenant) as opened:
-                    return operation(opened)
+                return self._use_once(deadline, operation, last=last, repeatable=repeatable, tenant=tenant)
             except TenantRefused as error:
                 if is_dropped or error.code != DROPPED:
                     raise
@@ -209,17 +213,18 @@ class NodeLink:
                 if time.monotonic() >= deadline.at_s:
                     raise
 
-    @contextmanager
-    def acquire(
-        self, deadline: Deadline, *, last: bool = True, repeatable: bool = True, tenant: str = ""
-    ) -> Iterator[OpenConnection]:
-        """Context with a connection for one operation. A PoolError inside closes it and makes the node DOWN,
-        but a refusal of this request alone does not (node_health.py). Two errors mean that the operation is
-        to be repeated: PoolRestarting, and, unless this is the `last` attempt, StaleConnection (an idle
-        connection was found closed).
-
-        Raises PoolUnavailable at once while the node is down, PoolTimeout if no connection became free in
-        time.
+    def _use_once(
+        self,
+        deadline: Deadline,
+        operation: Callable[[OpenConnection], T],
+        *,
+        last: bool,
+        repeatable: bool,
+        tenant: str,
+    ) -> T:
+        """A PoolError of the operation closes its connection and makes the node DOWN, but a refusal of this
+        request alone does not (node_health.py). Two errors mean that it is to be repeated: PoolRestarting,
+        and, unless this is the `last` attempt, StaleConnection (an idle connection was found closed).
         """
         self._await_turn(deadline)
         generation = self._health.generation
@@ -228,7 +233,7 @@ class NodeLink:
             opened = self._take() or self._open(deadline.at_s)
             generation = opened.generation
             opened.serve(tenant, deadline.at_s)
-            yield opened
+            result = operation(opened)
         except BaseException as error:
             of_tenant = tenant and isinstance(error, RequestRefused) and error.code in OF_TENANT
             if opened is not None and of_tenant and isinstance(error, RequestRefused):
@@ -250,30 +255,25 @@ class NodeLink:
             raise
         else:
             self._give_back(opened)
+            return result
         finally:
-            self._free.release()
+            self._turns.put(None)
 
     def _await_turn(self, deadline: Deadline) -> None:
-        """Take one of the connections' places, which the caller frees. Raises as `acquire`."""
+        """Take one of the connections' turns, which the caller gives back. Raises as `use`."""
         self._check_usable(deadline)
-        if not self._free.acquire(timeout=max(0.0, deadline.at_s - time.monotonic())):
-            raise PoolTimeout(f"pool node {self.name}: no connection came free in time")
+        try:
+            self._turns.get(timeout=max(0.0, deadline.at_s - time.monotonic()))
+        except Empty:
+            raise PoolTimeout(f"pool node {self.name}: no connection came free in time") from None
         try:
             self._check_usable(deadline)  # the node may have failed during the wait
             if time.monotonic() >= deadline.at_s:
                 # caused by this process: it must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
         except BaseException:
-            self._free.release()
+            self._turns.put(None)
             raise
-
-    def check(self, deadline: Deadline) -> None:
-        """Connect and open the namespace.
-
-        Raises PoolUnavailable, PoolTimeout, PoolRefused (other geometry, pages that never fit).
-        """
-        with self.acquire(deadline):
-            pass
 
     def close(self) -> None:
         """Close idle connections and refuse new operations. Operations in progress end by themselves."""
@@ -296,7 +296,7 @@ class NodeLink:
         health.check()
 
     def _take(self) -> OpenConnection | None:
-        with self._changed:
+        with self._lock:
             opened = self._idle.pop() if self._idle else None
         if opened is not None:
             opened.reused, opened.answered = True, False
@@ -325,7 +325,7 @@ class NodeLink:
         )
 
     def _give_back(self, opened: OpenConnection) -> None:
-        with self._changed:
+        with self._lock:
             usable = opened.generation == self._health.generation and not opened.broken
             usable = usable and self._health.state is not NodeState.CLOSED
             if usable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -20,13 +20,19 @@ from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
-from pdserve.kvpool.transports.base import CORRUPT, OK
+from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, PageOutcome
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
 
 CLEAR_TIMEOUT_S: Final = 6.0
 """A node answers a Clear when it is durable, after 4 s at most (core/durable_answers.py)."""
+
+UNPINNED_BYTES: Final = 4 * 1024 * 1024
+"""Of pages that are copied from mapped memory without pins: that takes a millisecond, in which nothing is
+evicted that was just read. Where the node did evict one, the slot table says so.
+"""
+FORGED: Final[PageOutcome] = 3  # the checksum is right, but not the tag
 
 # result of one page of a put
 UNSTORED: Final = 0
@@ -133,11 +139,14 @@ def _read_parts(
     Returns the indices of those that the node did not give.
     """
     segment_bytes = [segment.nbytes for segment in pages[0]]
+    hold = opened.connection.is_mapped and len(keys) * sum(segment_bytes) > UNPINNED_BYTES
     pins: dict[int, m.Pin] = {}
+    held: list[m.Pin] = []
     missed: list[int] = []
     below: set[int] = set()
     requests = [
-        m.Get(opened.next_id(), opened.namespace, [keys[i] for i in part], segment_bytes) for part in parts
+        m.Get(opened.next_id(), opened.namespace, [keys[i] for i in part], segment_bytes, hold)
+        for part in parts
     ]
     for part, got in zip(parts, expect_all(opened, requests, m.Got, deadline_s), strict=True):
         _check_length(opened, got.pins, part)
@@ -146,42 +155,54 @@ def _read_parts(
                 pins[i] = pin
             else:
                 missed.append(i)
+        if got.held:
+            held += [pin for pin in got.pins if pin.status == m.HIT]
         if got.below:
             below.update(part[place] for place in got.below if 0 <= place < len(part))
     if not pins:
         return missed
-    held = list(pins.values())
-    outcomes = opened.connection.read_pages(held, [pages[i] for i in pins], deadline_s)
-    corrupt, forged, lost = [], [], 0
+    outcomes = opened.connection.read_pages([*pins.values()], [pages[i] for i in pins], deadline_s)
+    if tags is not None:
+        for n, i in enumerate(pins):
+            if outcomes[n] == OK and not tags.fits(keys[i], pages[i][:-1], pages[i][-1]):
+                outcomes[n] = FORGED
     for (i, pin), outcome in zip(pins.items(), outcomes, strict=True):
-        if outcome == OK and tags is None:
+        if outcome == OK:
             read[i] = pin.checksum
-        elif outcome == CORRUPT:
-            corrupt.append(i)
-        elif outcome != OK or tags is None:
-            lost += 1
-        elif tags.fits(keys[i], pages[i][:-1], pages[i][-1]):
-            read[i] = pin.checksum
-        else:
-            forged.append(i)
-    tally.add(
-        pages_corrupt=len(corrupt),
-        pages_forged=len(forged),
-        pages_lost=lost,
-        pages_ssd=sum(read[i] is not None for i in below),
-    )
-    for wrong, what in ((corrupt, "checksum"), (forged, "tag: someone without the page key wrote them")):
-        if wrong:
-            text = "pool node %s: %d of %d pages did not match their %s; they are recomputed"
-            logger.error(text, opened.node, len(wrong), len(held), what)
-    with opened.best_effort():
-        opened.connection.post(m.Release([pin.slot for pin in held], [pin.sequence for pin in held]))
-        if (bad := corrupt + forged) and opened.rights & WRITE:
-            # without the right, a client that has it will find the damage
-            sequences = [pins[i].sequence for i in bad]
-            discard = m.Discard(opened.next_id(), opened.namespace, [keys[i] for i in bad], sequences)
-            expect(opened, discard, m.Done, deadline_s)
+    if below:
+        tally.add(pages_ssd=sum(read[i] is not None for i in below))
+    if held:
+        with opened.best_effort():
+            opened.connection.post(m.Release([pin.slot for pin in held], [pin.sequence for pin in held]))
+    if any(outcomes):
+        wrong = {i: outcome for i, outcome in zip(pins, outcomes, strict=True) if outcome != OK}
+        _tell_wrong(opened, wrong, keys, pins, deadline_s, tally)
     return missed
+
+
+def _tell_wrong(
+    opened: OpenConnection,
+    wrong: Mapping[int, PageOutcome],
+    keys: list[bytes],
+    pins: Mapping[int, m.Pin],
+    deadline_s: float,
+    tally: Tally,
+) -> None:
+    """Count pages that were read and are not right, and have the node drop them."""
+    lost, corrupt, forged = (
+        [i for i, outcome in wrong.items() if outcome == kind] for kind in (LOST, CORRUPT, FORGED)
+    )
+    tally.add(pages_lost=len(lost), pages_corrupt=len(corrupt), pages_forged=len(forged))
+    for bad, what in ((corrupt, "checksum"), (forged, "tag: someone without the page key wrote them")):
+        if bad:
+            text = "pool node %s: %d of %d pages did not match their %s; they are recomputed"
+            logger.error(text, opened.node, len(bad), len(pins), what)
+    if (bad := corrupt + forged) and opened.rights & WRITE:
+        # without the right, a client that has it will find the damage
+        sequences = [pins[i].sequence for i in bad]
+        discard = m.Discard(opened.next_id(), opened.namespace, [keys[i] for i in bad], sequences)
+        with opened.best_effort():
+            expect(opened, discard, m.Done, deadline_s)
 
 
 def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:

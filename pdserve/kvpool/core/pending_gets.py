@@ -92,4 +92,5 @@ class PendingGets:
             pages = self._store.index.namespace(get.request.namespace)
             pages.misses += sum(pin.status == MISS for pin in get.pins)
             pages.tier_hits += len(get.promoted)
-        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.promoted)))
+        held = get.request.hold or get.session.mapped
+        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, [], get.promoted, held)))

@@ -258,7 +258,8 @@ class NodeState:
         match message:
             case m.Get():
                 self.reads.get(session, message, now_s, out)
-                self._due.expect(session)
+                if session.pins or session.gets:
+                    self._due.expect(session)
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():

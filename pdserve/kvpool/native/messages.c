@@ -25,7 +25,7 @@ typedef struct {
     Head head;            /* of the message that arrives or leaves */
     Py_ssize_t head_bytes, done, hashed;
     uint64_t moved;       /* bytes of the page at `done` */
-    int in_page;
+    int in_page, expects; /* expects: the socket is to be ready at more than one byte */
 } Move;
 
 /* 0: the socket is ready; or an error of errno. */
@@ -83,6 +83,7 @@ static int receive_some(Move *it) {
             int error = errno;
             if (error == EAGAIN) {
                 expect(it->fd, it->in_page ? page->length - it->moved : 1);
+                it->expects = 1;
                 error = await_ready(it->fd, POLLIN, it->batch.deadline_s);
             }
             if (error)
@@ -217,7 +218,8 @@ PyObject *native_receive_pages(PyObject *module, PyObject *args) {
     } else if (hold_pages(&it.batch, pages, tags) == 0) {
         memcpy(&it.head, head.buf, head.len);
         checksums = move_all(&it, receive_some);
-        expect(it.fd, 1);
+        if (it.expects)
+            expect(it.fd, 1);
         memcpy(head.buf, &it.head, head.len);
     }
     native_let_go(&it.batch);

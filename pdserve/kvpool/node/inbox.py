@@ -27,8 +27,13 @@ class Inbox(Generic[T]):
         """For polling: it is readable when there is something to take, or the thread is to end."""
         return self._wake
 
+    @property
+    def waiting(self) -> bool:
+        """Whether its thread has not taken notice yet of the last thing that it was given or told."""
+        return self._woken
+
     def give(self, *items: T) -> bool:
-        """At least one. False: the thread has ended."""
+        """None: the thread only looks around. False: the thread has ended."""
         with self._lock:
             if self.ended:
                 return False

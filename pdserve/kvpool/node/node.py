@@ -91,6 +91,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DROPPING: Final = (Clear, Discard, Erase, DropNamespace)
 WARM_UP_POLLS: Final = 100  # half a second
 WARM_UP_POLL_S: Final = 0.005
 
@@ -505,9 +506,7 @@ class PoolNode:
             return
         if isinstance(message, Erase):
             message = self._with_away(connection, message)
-        if isinstance(message, Clear | Discard | Erase | DropNamespace) and self._is_for_all(
-            connection, message
-        ):
+        if isinstance(message, DROPPING) and self._is_for_all(connection, message):
             route = self._drop_everywhere
         if route is None:
             self.serving.received(connection, message)

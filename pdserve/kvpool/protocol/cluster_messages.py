@@ -6,11 +6,12 @@ as those of messages.py; pages go from node to node by a client's messages.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from pdserve.kvpool.protocol.base import Message, NodeAddress
+from pdserve.kvpool.protocol.base import MAX_KEYS, Id, Message, Name, NodeAddress
 from pdserve.sizes import Size
 
 Media: TypeAlias = Literal["dram", "ssd", "dram+ssd"]
@@ -134,14 +135,14 @@ class View(Message, tag=29, frozen=True):
     `previous` is the ring before, while pages are still moving: a page that its new owner lacks may be there.
     """
 
-    id: int
+    id: Id
     epoch: int
     nodes: list[NodeAddress]
     previous: list[NodeAddress] = []
 
 
 class GetView(Message, tag=30, frozen=True):
-    id: int
+    id: Id
 
 
 # --- namespaces
@@ -150,35 +151,35 @@ class GetView(Message, tag=30, frozen=True):
 class PutNamespace(Message, tag=31, frozen=True):
     """Create the namespace, or change its settings, on all nodes. Answered with Done."""
 
-    id: int
-    name: str
+    id: Id
+    name: Name
     settings: NamespaceSettings
 
 
 class ReplaceNamespace(Message, tag=32, frozen=True):
     """`new` takes over the settings of `old`, unless it has its own, and `old` is dropped for good."""
 
-    id: int
-    old: str
-    new: str
+    id: Id
+    old: Name
+    new: Name
 
 
 class ListNamespaces(Message, tag=33, frozen=True):
-    id: int
+    id: Id
 
 
 class NamespaceList(Message, tag=34, frozen=True):
-    id: int
+    id: Id
     namespaces: list[NamespaceRecord]
 
 
 class ListPages(Message, tag=35, frozen=True):
     """Pages of a namespace on this node: at most `limit`, from `cursor` on (0 is the start)."""
 
-    id: int
-    name: str
+    id: Id
+    name: Name
     cursor: int
-    limit: int
+    limit: Annotated[int, Meta(ge=1, le=MAX_KEYS)]
 
 
 class PageEntry(Message, tag=101, frozen=True):
@@ -194,7 +195,7 @@ class PageEntry(Message, tag=101, frozen=True):
 class PageList(Message, tag=36, frozen=True):
     """`cursor` is for the next request; 0 at the end."""
 
-    id: int
+    id: Id
     pages: list[PageEntry]
     cursor: int
 
@@ -207,13 +208,13 @@ class Drain(Message, tag=37, frozen=True):
     progress.
     """
 
-    id: int
+    id: Id
 
 
 class Upgrade(Message, tag=38, frozen=True):
     """Replace this process by a new one on the same memory. Answered with Done before."""
 
-    id: int
+    id: Id
 
 
 # --- between nodes
@@ -225,8 +226,8 @@ class Gossip(Message, tag=40, frozen=True):
     `digest` is of the sender's whole state. Where both have the same digest, the answer carries no state.
     """
 
-    id: int
-    node: str
+    id: Id
+    node: Name
     state: ClusterState
     digest: bytes = b""
 
@@ -234,7 +235,7 @@ class Gossip(Message, tag=40, frozen=True):
 class Gossiped(Message, tag=41, frozen=True):
     """`state` is empty when the digests were equal."""
 
-    id: int
+    id: Id
     state: ClusterState
     digest: bytes = b""
 
@@ -242,8 +243,8 @@ class Gossiped(Message, tag=41, frozen=True):
 class ProbePeer(Message, tag=42, frozen=True):
     """Try to reach this node. Answered with Done: count 1 if it could be reached."""
 
-    id: int
-    node: str
+    id: Id
+    node: Name
 
 
 ClusterRequest: TypeAlias = (

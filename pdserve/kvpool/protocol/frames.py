@@ -5,22 +5,17 @@ A frame is a little-endian u32 length, then one message in msgpack (messages.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from pdserve.errors import FrameError, PoolRefused, RequestRefused
-from pdserve.kvpool.protocol.base import KEY_BYTES, Message
+from pdserve.kvpool.protocol.base import Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
-from pdserve.kvpool.protocol.cluster_messages import (
-    ListPages,
-)
 from pdserve.kvpool.protocol.messages import (
     MAX_FRAME_BYTES,
-    MAX_KEYS,
     MAX_PAGES,
-    MAX_SEGMENTS,
     Abort,
     Commit,
     Discard,
@@ -34,8 +29,6 @@ from pdserve.kvpool.protocol.messages import (
 )
 from pdserve.security.log_text import printable
 
-NAMES: Final = ("name", "old", "new", "node")
-MAX_NAME_CHARS: Final = 1024  # of a name in a request: those of namespaces have 512 at most
 R = TypeVar("R", bound=Message)
 
 
@@ -55,16 +48,13 @@ def encode_frame(message: Request | Reply) -> bytes:
     """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES, or has a number or a
     text that msgpack cannot carry.
     """
-    buffer = bytearray(HEADER_BYTES)
     try:
-        _encoder.encode_into(message, buffer, HEADER_BYTES)
+        body = _encoder.encode(message)
     except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError) as error:
         raise FrameError(f"{type(message).__name__} cannot be encoded: {error}") from error
-    body_bytes = len(buffer) - HEADER_BYTES
-    if body_bytes > MAX_FRAME_BYTES:
-        raise FrameError(f"message of {body_bytes} bytes exceeds the frame limit of {MAX_FRAME_BYTES}")
-    buffer[:HEADER_BYTES] = body_bytes.to_bytes(HEADER_BYTES, "little")
-    return bytes(buffer)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"message of {len(body)} bytes exceeds the frame limit of {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 def decode_request(body: bytes | memoryview) -> Request:
@@ -104,50 +94,33 @@ def refusal(reply: Reply) -> str:
 
 
 def _check_bounds(message: Request) -> None:
-    request_id: int = getattr(message, "id", 0)
-    if request_id < 0:
-        raise FrameError(f"a request's id of {request_id}, it must not be negative")
-    for field in NAMES:
-        if len(getattr(message, field, "")) > MAX_NAME_CHARS:
-            raise FrameError(f"a {field} longer than {MAX_NAME_CHARS} characters")
-    keys: list[bytes] = getattr(message, "keys", [])
-    if len(keys) > MAX_KEYS:
-        raise FrameError(f"{len(keys)} keys in one message, at most {MAX_KEYS} are allowed")
-    slots: list[int] = getattr(message, "slots", [])
-    if len(slots) > MAX_KEYS:
-        raise FrameError(f"{len(slots)} slots in one message, at most {MAX_KEYS} are allowed")
-    lengths = set(map(len, keys))
-    if lengths - {KEY_BYTES}:
-        raise FrameError(f"a key of {(lengths - {KEY_BYTES}).pop()} bytes, keys have {KEY_BYTES}")
-    if isinstance(message, Reserve | Get):
-        segments = message.segment_bytes
-        if not 1 <= len(segments) <= MAX_SEGMENTS or min(segments) <= 0:
-            raise FrameError(f"segment_bytes must be 1 to {MAX_SEGMENTS} positive lengths")
-        _check_pages(message, len(keys), pages_a_message(sum(segments)))
-    elif isinstance(message, Commit):
-        if not len(message.slots) == len(message.sequences) == len(message.checksums):
-            raise FrameError("commit: slots, sequences and checksums differ in length")
-        _check_pages(message, len(slots), MAX_PAGES)
-        if message.ages_s and len(message.ages_s) != len(message.slots):
-            raise FrameError("commit: slots and ages differ in length")
-    elif isinstance(message, Abort | Release):
-        if len(message.slots) != len(message.sequences):
-            raise FrameError("abort or release: slots and sequences differ in length")
-        if isinstance(message, Abort):
-            _check_pages(message, len(slots), MAX_PAGES)
-    elif isinstance(message, ListPages):
-        if not 1 <= message.limit <= MAX_KEYS:
-            raise FrameError(f"a limit of {message.limit}, allowed are 1 to {MAX_KEYS}")
-    elif isinstance(message, Discard):
-        if len(message.sequences) not in (0, len(message.keys)):
-            raise FrameError("discard: keys and sequences differ in length")
-        _check_pages(message, len(keys), MAX_PAGES)
+    """What the types of its fields do not say."""
+    match message:
+        case Get() | Reserve():
+            _check_pages(message, message.keys, pages_a_message(sum(message.segment_bytes)))
+        case Release():
+            _check_alike(message, message.slots, message.sequences)
+        case Commit():
+            ages_s = message.ages_s or message.slots
+            _check_alike(message, message.slots, message.sequences, message.checksums, ages_s)
+            _check_pages(message, message.slots, MAX_PAGES)
+        case Abort():
+            _check_alike(message, message.slots, message.sequences)
+            _check_pages(message, message.slots, MAX_PAGES)
+        case Discard():
+            _check_alike(message, message.keys, message.sequences or message.keys)
+            _check_pages(message, message.keys, MAX_PAGES)
 
 
-def _check_pages(message: Request, pages: int, allowed: int) -> None:
-    if pages > allowed:
+def _check_alike(message: Request, *columns: Sequence[object]) -> None:
+    if len(set(map(len, columns))) > 1:
+        raise FrameError(f"{type(message).__name__}: its lists differ in length")
+
+
+def _check_pages(message: Request, pages: Sequence[object], allowed: int) -> None:
+    if len(pages) > allowed:
         what = type(message).__name__
-        raise FrameError(f"{what} of {pages} pages in one message, {allowed} of this size are allowed")
+        raise FrameError(f"{what} of {len(pages)} pages in one message, {allowed} of this size are allowed")
 
 
 class FrameBuffer:
@@ -167,6 +140,10 @@ class FrameBuffer:
         """Add bytes from the stream; yield each complete frame body. Raises FrameError on an impossible
         length: the peer speaks another protocol.
         """
+        whole = 0 < len(data) - HEADER_BYTES <= self.max_frame_bytes and not self._buffer
+        if whole and int.from_bytes(data[:HEADER_BYTES], "little") == len(data) - HEADER_BYTES:
+            yield data[HEADER_BYTES:]  # as most come: none of it has to be kept
+            return
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES:
             body_bytes = int.from_bytes(self._buffer[:HEADER_BYTES], "little")

@@ -25,7 +25,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-from pdserve.kvpool.protocol.base import Message
+from pdserve.kvpool.protocol.base import MAX_KEYS as MAX_KEYS
+from pdserve.kvpool.protocol.base import Id, Keys, Message, Name, Slots
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ClusterReply,
@@ -38,7 +39,6 @@ from pdserve.kvpool.protocol.cluster_messages import (
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
 MAX_HELLO_BYTES = 4096  # of a connection's first frame, before its sender has shown a token
-MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
 MAX_PAGES: Final = 128  # of one Get, Reserve, Commit, Abort or Discard: about 0.4 ms of a node
 MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe
 MAX_FATES: Final = 64  # told in one answer
@@ -62,6 +62,7 @@ DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
 # Of a page's place: others would fail in the middle of a batch, where they are packed
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 Tag: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Segments: TypeAlias = Annotated[list[Annotated[int, Meta(gt=0)]], Meta(min_length=1, max_length=MAX_SEGMENTS)]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
@@ -94,7 +95,7 @@ class Hello(Message, tag=1, frozen=True):
     host_id: str
     data_path: DataPathChoice = "auto"
     token: str = ""
-    node: str = ""  # the pool node that this client is, if it is one
+    node: Name = ""  # the pool node that this client is, if it is one
     key_id: bytes = b""
     nonce: bytes = b""
 
@@ -175,7 +176,7 @@ class Fault(Message, tag=3, frozen=True):
     people.
     """
 
-    id: int
+    id: Id
     code: str
     message: str
 
@@ -183,7 +184,7 @@ class Fault(Message, tag=3, frozen=True):
 class Done(Message, tag=4, frozen=True):
     """The request `id` was done; `count` is a number of pages: those that a drop freed, for example."""
 
-    id: int
+    id: Id
     count: int = 0
 
 
@@ -192,8 +193,8 @@ class OpenNamespace(Message, tag=10, frozen=True):
     Otherwise a Fault `geometry_mismatch` names the field and both values.
     """
 
-    id: int
-    name: str
+    id: Id
+    name: Name
     geometry: dict[str, str]
     generation: int = 0  # of a node's pages: pages of two generations are never mixed
 
@@ -204,7 +205,7 @@ class Opened(Message, tag=11, frozen=True):
     pages never fit.
     """
 
-    id: int
+    id: Id
     namespace: int
     rights: int = 7
     largest_page_bytes: int = 0
@@ -218,9 +219,9 @@ class Exists(Message, tag=12, frozen=True):
     without.
     """
 
-    id: int
+    id: Id
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     fates: bool = False
     places: bool = False
     keep_s: float = 0.0
@@ -243,7 +244,7 @@ class Present(Message, tag=13, frozen=True):
     for. A place is a byte per key: NOWHERE, IN_MEMORY, or 2 and more, in a tier of kind `tiers[place - 2]`.
     """
 
-    id: int
+    id: Id
     mask: bytes
     fates: list[Fate] = []
     places: bytes = b""
@@ -254,10 +255,10 @@ class Reserve(Message, tag=14, frozen=True):
     """Ask for a slot per key. A page has `sum(segment_bytes)` bytes. Over UCX each segment is one message,
     over TCP a page."""
 
-    id: int
+    id: Id
     namespace: int
-    keys: list[bytes]
-    segment_bytes: list[int]
+    keys: Keys
+    segment_bytes: Segments
     replica: bool = False  # a copy of a page that another node owns
     written: bool = False  # a client of the node that asks has written it, and waits
 
@@ -275,7 +276,7 @@ class Grant(Message, tag=93, frozen=True):
 
 
 class Reserved(Message, tag=15, frozen=True):
-    id: int
+    id: Id
     grants: list[Grant]
 
 
@@ -284,8 +285,8 @@ class Commit(Message, tag=16, frozen=True):
     computed none. `ages_s`: for how long the pages have been in the pool, where a node moves them.
     """
 
-    id: int
-    slots: list[int]
+    id: Id
+    slots: Slots
     sequences: list[int]
     checksums: list[int]
     ages_s: list[float] = []
@@ -294,26 +295,30 @@ class Commit(Message, tag=16, frozen=True):
 class Committed(Message, tag=17, frozen=True):
     """`mask`: one byte per slot, 1 where the page is now readable (by this commit)."""
 
-    id: int
+    id: Id
     mask: bytes
 
 
 class Abort(Message, tag=18, frozen=True):
     """Give reservations back unfilled. No reply."""
 
-    slots: list[int]
+    slots: Slots
     sequences: list[int]
 
 
 class Get(Message, tag=19, frozen=True):
     """Pin the pages for reading. `segment_bytes` as in Reserve, for this reader's buffers; a page of another
-    length is
-    a miss. Over UCX and TCP the node starts sending at once."""
+    length is a miss. Over UCX and TCP the node starts sending at once.
 
-    id: int
+    `hold`: until Release, or the lease ends. Without it what is sent is pinned until then, and what the
+    reader copies itself is not: it finds in the slot table whether the page was there to the end.
+    """
+
+    id: Id
     namespace: int
-    keys: list[bytes]
-    segment_bytes: list[int]
+    keys: Keys
+    segment_bytes: Segments
+    hold: bool = True
 
 
 class Pin(Message, tag=94, frozen=True):
@@ -332,28 +337,30 @@ class Pin(Message, tag=94, frozen=True):
 
 class Got(Message, tag=20, frozen=True):
     """`ages_s`: for how long each page has been in the pool, in s; for other nodes, where pages expire.
-    `below`: the places in `pins` of pages that this Get loaded from a tier (SSD, directory).
+    `below`: the places in `pins` of pages that this Get loaded from a tier (SSD, directory). `held`: the
+    pages are pinned until Release, whether or not that was asked for.
     """
 
-    id: int
+    id: Id
     pins: list[Pin]
     ages_s: list[float] = []
     below: list[int] = []
+    held: bool = True
 
 
 class Release(Message, tag=21, frozen=True):
     """Unpin. No reply."""
 
-    slots: list[int]
+    slots: Slots
     sequences: list[int]
 
 
 class Wait(Message, tag=22, frozen=True):
     """Answered with Present once all keys are committed, or after `timeout_s` with those that are."""
 
-    id: int
+    id: Id
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     timeout_s: float
 
 
@@ -362,21 +369,21 @@ class Discard(Message, tag=23, frozen=True):
     Without sequences: the pages are no longer wanted, whichever filling they are. Answered with Done.
     """
 
-    id: int
+    id: Id
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     sequences: list[int]
 
 
 class DropNamespace(Message, tag=24, frozen=True):
-    id: int
-    name: str
+    id: Id
+    name: Name
 
 
 class Clear(Message, tag=25, frozen=True):
     """Drop every page of the namespace, keep the namespace. Answered with Done."""
 
-    id: int
+    id: Id
     namespace: int
 
 
@@ -386,18 +393,18 @@ class Erase(Message, tag=43, frozen=True):
     nodes that cannot be told now, as the client's node says to itself.
     """
 
-    id: int
+    id: Id
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     away: list[str] | None = None
 
 
 class Ping(Message, tag=26, frozen=True):
-    id: int
+    id: Id
 
 
 class Status(Message, tag=27, frozen=True):
-    id: int
+    id: Id
 
 
 class NamespaceStatus(Message, tag=95, frozen=True):
@@ -420,7 +427,7 @@ class NamespaceStatus(Message, tag=95, frozen=True):
 class StatusReport(Message, tag=28, frozen=True):
     """`slots_*` conserve: free + used + reserved + quarantined = total, in bytes of slots."""
 
-    id: int
+    id: Id
     node: str
     incarnation: int
     uptime_s: float

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import PoolTimeout
 from pdserve.kvpool.client import batch as batches
+from pdserve.kvpool.client import operations
 from pdserve.kvpool.client.batch import CHUNK_BYTES, COPIED_BYTES, Batch
 from pdserve.kvpool.client.deadline import LEAST_BYTES, Deadline, Speed
 from pdserve.kvpool.protocol import messages as m
@@ -73,6 +74,7 @@ def test_pages_that_are_copied_here_take_few_steps_whatever_a_message_may_hold(
 ) -> None:
     """Each step may cost a switch interval beside a busy scheduler."""
     monkeypatch.setattr(batches, "COPY_THREADS", 1)
+    monkeypatch.setattr(operations, "UNPINNED_BYTES", 0)
     monkeypatch.setattr(m, "MAX_BATCH_BYTES", 4 * PAGE_BYTES)
     with Pool(nodes=1, max_pinned_bytes=pinned_pages * 8 * 1024) as pool:
         client = pool.client()
@@ -84,6 +86,16 @@ def test_pages_that_are_copied_here_take_few_steps_whatever_a_message_may_hold(
         assert get(client, keys(20)) == [True] * 20
         assert steps.count("read_pages") == steps.count("post") == (1 if pinned_pages > 20 else 2)
         assert client.counters.pages_missed == 0
+
+
+def test_a_few_pages_of_mapped_memory_are_read_by_one_message(pool: Pool) -> None:
+    client = pool.client()
+    steps: list[str] = []
+    pool.connector.before = lambda node, step: steps.append(step)
+    assert put(client, keys(4)) == [True] * 4
+    steps.clear()
+    assert get(client, keys(4)) == [True] * 4
+    assert steps == ["call", "read_pages"]
 
 
 def test_what_a_node_gave_beside_a_refusal_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,23 +120,30 @@ def within(timeout_s: float, restart_wait_s: float = 0.0) -> Deadline:
 
 def fail(link: NodeLink, error: Exception, deadline: Deadline | None = None) -> None:
     """An operation that ends by this error."""
-    with pytest.raises(type(error)), link.acquire(deadline or soon()):
+
+    def operation(_: OpenConnection) -> None:
         raise error
+
+    with pytest.raises((type(error), PoolUnavailable)):  # a restarting node is asked again
+        link.use(deadline or soon(), operation)
+
+
+def check(link: NodeLink, deadline: Deadline) -> None:
+    """An operation that does nothing."""
+    link.use(deadline, lambda opened: None)
 
 
 def refused(link: NodeLink, match: str = "is down") -> None:
     with pytest.raises(PoolUnavailable, match=match):
-        link.check(soon())
+        check(link, soon())
 
 
 def test_connections_are_reused_and_closed_with_the_link(node: Node, make: MakeLink) -> None:
     link = make()
     for _ in range(3):
-        with link.acquire(soon()) as opened:
-            assert opened.namespace == 7
+        assert link.use(soon(), lambda opened: opened.namespace) == 7
     assert node.attempts == 1
-    with link.acquire(soon()):
-        link.close()
+    link.use(soon(), lambda opened: link.close())
     assert node.made[0].closed
     refused(link, "closed")
 
@@ -169,19 +176,22 @@ def test_a_node_that_came_back_is_found_whatever_went_wrong_meanwhile(
     until(lambda: node.attempts >= 3)
     node.error = None
     until(lambda: link.up)
-    link.check(soon())
+    check(link, soon())
 
 
 def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only(
     node: Node, make: MakeLink
 ) -> None:
     link = make(limit=1)
-    with link.acquire(soon()):
-        for timeout_s, match in ((0.02, "came free"), (-1.0, "came free")):
-            with pytest.raises(PoolTimeout, match=match):
-                link.check(within(timeout_s))
+
+    def meanwhile(_: OpenConnection) -> None:
+        for timeout_s in (0.02, -1.0):
+            with pytest.raises(PoolTimeout, match="came free"):
+                check(link, within(timeout_s))
+
+    link.use(soon(), meanwhile)
     with pytest.raises(PoolTimeout, match="no time was left"):
-        link.check(within(-1.0))
+        check(link, within(-1.0))
     assert link.up  # neither a full link nor a late caller is a failed node
     assert node.attempts == 1
 
@@ -202,7 +212,7 @@ def test_a_node_is_tried_again_though_no_thread_could_be_had_when_it_failed(
 
     def up() -> bool:
         with contextlib.suppress(PoolUnavailable):
-            link.check(soon())
+            check(link, soon())
         return link.up
 
     until(up)
@@ -212,7 +222,7 @@ def test_a_refused_namespace_is_a_refusal_and_closes_the_connection(node: Node, 
     node.opens = False
     link = make(retry_after_s=NEVER_S)
     with pytest.raises(PoolRefused, match="page_size is 32"):
-        link.check(soon())
+        check(link, soon())
     assert node.made[0].closed
 
 
@@ -223,7 +233,7 @@ def test_one_refused_request_does_not_take_the_node_from_all_others(
     link = make(retry_after_s=NEVER_S)
     fail(link, RequestRefused("no", code))
     assert link.up
-    link.check(soon())
+    check(link, soon())
     assert len(node.made) == (1 if code == "overloaded" else 2)  # the second has the namespace's new number
     assert node.made[0].closed == (code != "overloaded")
 
@@ -231,7 +241,7 @@ def test_one_refused_request_does_not_take_the_node_from_all_others(
 def test_a_connection_opened_while_the_link_closes_is_closed(node: Node, make: MakeLink) -> None:
     link = make()
     node.before = link.close  # between the check and the connection
-    link.check(soon())
+    check(link, soon())
     assert node.made[0].closed
 
 
@@ -280,7 +290,7 @@ def test_only_a_connection_found_closed_is_replaced_without_a_failure_and_once(
     """`tries`: after which it succeeds; 0: never."""
     link = make(retry_after_s=NEVER_S)
     if idle:
-        link.check(soon())
+        check(link, soon())
     operation, tried = fails_first(times, error, answered=answered)
     if tries:
         assert link.use(soon(), operation, repeatable=repeatable) == 7
@@ -297,8 +307,7 @@ def test_idle_connections_beside_one_found_closed_are_not_tried_one_after_the_ot
     node: Node, make: MakeLink
 ) -> None:
     link = make(limit=4, retry_after_s=NEVER_S)
-    with link.acquire(soon()), link.acquire(soon()), link.acquire(soon()):
-        pass
+    link.use(soon(), lambda _: link.use(soon(), lambda _: check(link, soon())))
     operation, tried = fails_first(1, CLOSED)
     assert link.use(soon(), operation) == 7
     assert len(tried) == 2
@@ -310,7 +319,7 @@ def test_idle_connections_beside_one_found_closed_are_not_tried_one_after_the_ot
 
 def restarting(node: Node, link: NodeLink) -> Any:
     """The node restarts at the next operation, which is returned."""
-    link.check(soon())
+    check(link, soon())
     node.error = PoolRestarting("upgrading")
     return fails_first(1, PoolRestarting("upgrading"))[0]
 

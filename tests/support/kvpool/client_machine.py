@@ -102,6 +102,7 @@ class Clients(RuleBasedStateMachine):
         self.granted: list[tuple[int, int]] = []  # ever
         self.pages: dict[tuple[int, int], Page] = {}  # by namespace and key
         self.leases: dict[tuple[int, int], Lease] = {}  # by client and slot
+        self.ending: dict[int, tuple[int, int]] = {}  # tag of a send: the lease whose pin ends with it
         self.waits: dict[tuple[int, int], OpenWait] = {}  # by connection and request
         self.transfers: dict[int, tuple[int, int]] = {}  # tag: connection, offset
         self.cancelled: set[int] = set()
@@ -245,8 +246,8 @@ class Clients(RuleBasedStateMachine):
 
     # --- reading
 
-    @rule(client=CLIENT, ns=SPACE, keys=KEYS, data=st.data())
-    def get(self, client: int, ns: int, keys: list[int], data: st.DataObject) -> None:
+    @rule(client=CLIENT, ns=SPACE, keys=KEYS, hold=st.booleans(), data=st.data())
+    def get(self, client: int, ns: int, keys: list[int], hold: bool, data: st.DataObject) -> None:
         namespace, store = self.namespaces[ns], self.node.state.store
         keys = [k for k in keys if not self.waits_to_read(namespace, k)]
         if not keys:
@@ -255,8 +256,11 @@ class Clients(RuleBasedStateMachine):
         known = [store.facts.length_bytes[slot] for slot in slots if slot >= 0]
         length = known[0] if known else data.draw(LENGTHS)
         present = self.exist(namespace, keys)
-        [reply] = self.send(client, m.Get(2, namespace, [key(k) for k in keys], [length]))
+        [reply] = self.send(client, m.Get(2, namespace, [key(k) for k in keys], [length], hold))
         assert isinstance(reply, m.Got)
+        is_sent = self.paths[client] == "ucx"
+        misses = any(pin.status == m.MISS for pin in reply.pins)
+        assert reply.held == (hold or (misses and not is_sent))
         for k, slot, was, pin in zip(keys, slots, present, reply.pins, strict=True):
             fits = bool(was) and store.facts.length_bytes[slot] == length
             assert pin.status == (m.HIT if fits else m.MISS)
@@ -264,10 +268,13 @@ class Clients(RuleBasedStateMachine):
                 page = self.pages[namespace, k]
                 assert (pin.slot, pin.sequence, pin.checksum) == page[:3]
                 assert self.node.now_s < page.at_s + self.ttl_s(namespace)
+            if fits and (reply.held or is_sent):
                 lease = self.leases.setdefault((client, slot), Lease(pin.sequence, 0, 0.0))
                 lease.count += 1
                 lease.until_s = self.node.now_s + LEASE_S
                 lease.tags.add(pin.tag)
+                if not reply.held:
+                    self.ending[pin.tag] = client, slot
 
     @rule(data=st.data(), wrong=st.integers(0, 4))
     def release(self, data: st.DataObject, wrong: int) -> None:
@@ -276,9 +283,14 @@ class Clients(RuleBasedStateMachine):
         client, slot = data.draw(st.sampled_from(sorted(self.leases)))
         lease = self.leases[client, slot]
         self.send(client, m.Release([slot], [lease.sequence + (wrong == 4)]))
-        lease.count -= wrong != 4
-        if not lease.count:
-            del self.leases[client, slot]
+        if wrong != 4:
+            self.released((client, slot))
+
+    def released(self, name: tuple[int, int]) -> None:
+        """Once."""
+        self.leases[name].count -= 1
+        if not self.leases[name].count:
+            del self.leases[name]
 
     @rule(client=CLIENT, ns=SPACE, keys=KEYS, timeout_s=TIMEOUTS)
     def wait(self, client: int, ns: int, keys: list[int], timeout_s: float) -> None:
@@ -306,6 +318,8 @@ class Clients(RuleBasedStateMachine):
     def finish(self, tag: int, ok: bool) -> None:
         connection, _ = self.transfers.pop(tag)
         self.cancelled.discard(tag)
+        if (name := self.ending.pop(tag, None)) in self.leases:
+            self.released(name)
         if not ok:
             self.end(lambda held: held.tag == tag)
         for name, held in list(self.held.items()):
@@ -323,9 +337,11 @@ class Clients(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> list[Action]:
         now_s = self.node.now_s + seconds
         overdue = {held.tag for held in self.held.values() if held.until_s <= now_s}
-        overdue |= {tag for lease in self.leases.values() if lease.until_s <= now_s for tag in lease.tags}
+        ended = {name: lease for name, lease in self.leases.items() if lease.until_s <= now_s}
+        overdue |= {tag for lease in ended.values() for tag in lease.tags}
+        self.ending = {tag: name for tag, name in self.ending.items() if name not in ended}
         self.end(lambda held: held.until_s <= now_s)
-        self.leases = {name: lease for name, lease in self.leases.items() if lease.until_s > now_s}
+        self.leases = {name: lease for name, lease in self.leases.items() if name not in ended}
         actions = self.act(self.node.pass_time(seconds))
         assert overdue & self.transfers.keys() <= self.cancelled, "a transfer goes on after its time"
         assert self.node.state.next_deadline_s > self.node.now_s
@@ -338,6 +354,7 @@ class Clients(RuleBasedStateMachine):
         old = self.connections[client]
         self.end(lambda held: held.client == client)
         self.leases = {name: lease for name, lease in self.leases.items() if name[0] != client}
+        self.ending = {tag: name for tag, name in self.ending.items() if name[0] != client}
         self.waits = {name: wait for name, wait in self.waits.items() if name[0] != old}
         self.act(self.node.disconnect(old, by_peer))
         mine = {tag for tag, (connection, _) in self.transfers.items() if connection == old}

@@ -97,7 +97,8 @@ class PeerLink:
         number = self._open(space, deadline_s)
         connection = self._connection
         assert connection is not None
-        got = self._ask(m.Get(self._id(), number, keys, [slots[0].nbytes]), m.Got, deadline_s)
+        request = m.Get(self._id(), number, keys, [slots[0].nbytes], connection.is_mapped)
+        got = self._ask(request, m.Got, deadline_s)
         asked_s, pins = time.monotonic(), self._each(keys, got.pins)
         hits = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
         ends = [GONE] * len(keys)
@@ -105,7 +106,8 @@ class PeerLink:
             read = connection.read_pages([pins[i] for i in hits], [[slots[i]] for i in hits], deadline_s)
             for i, outcome in zip(hits, read, strict=True):
                 ends[i] = TAKEN if outcome == OK else GONE
-            connection.post(m.Release([pins[i].slot for i in hits], [pins[i].sequence for i in hits]))
+            if got.held:
+                connection.post(m.Release([pins[i].slot for i in hits], [pins[i].sequence for i in hits]))
             bad = [i for i, outcome in zip(hits, read, strict=True) if outcome == CORRUPT]
             if bad:
                 logger.warning("%d damaged pages of pool node %s are dropped", len(bad), self.peer)

@@ -1,10 +1,13 @@
 """A thread that moves the pages of one client over its data connection.
 
     loop's thread     give(StartSend | StartReceive | CancelTransfers)      stop()
+                       send_at_once([StartSend, ...]) -> [TransferDone, ...]
     worker's thread    run(stream), from the first page to the last          tell([TransferDone, ...])
 
-The worker's thread alone touches slots. It reports a transfer when it has taken the slot's memory out of its
-own reach, so nothing writes into a slot or reads it after its TransferDone:
+The worker's thread alone touches slots, but for short pages: while it sleeps and nothing leaves, the loop's
+thread sends them, since waking another thread takes longer. What the kernel does not take is left to the
+worker. A transfer is reported when the slot's memory is out of reach here, so nothing writes into a slot or
+reads it after its TransferDone:
 
 | when a transfer is cancelled | then |
 |---|---|
@@ -22,9 +25,11 @@ are read.
 
 from __future__ import annotations
 
+import contextlib
 import select
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdserve.errors import PoolUnavailable
@@ -62,6 +67,27 @@ class PageWorker:
         self._dropping_since_s: float | None = None
         self._sending: dict[int, bool] = {}  # tag -> not cancelled
         self._done: list[TransferDone] = []  # not told yet
+        self._turn = threading.Lock()  # to send; the worker's thread has it, but while it sleeps
+        self._turn.acquire()
+
+    def send_at_once(self, actions: Sequence[StartSend]) -> list[TransferDone] | None:
+        """Begin to send short pages; called by the loop's thread. The transfers that have ended; those of the
+        others are told. None: the worker's thread is busy, and nothing was done.
+        """
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
+            if self._inbox.waiting:
+                return None
+            self._send(actions)
+            with contextlib.suppress(PoolUnavailable):  # the worker's thread meets it too
+                self._outgoing.step()
+            if self._outgoing:
+                self._inbox.give()
+            done, self._done = self._done, []
+            return done
+        finally:
+            self._turn.release()
 
     def discard(self) -> None:
         """Free what a worker holds that never ran. Idempotent."""
@@ -90,7 +116,7 @@ class PageWorker:
                 if not moved:
                     events = stream.receive_waits | (stream.send_waits if outgoing else 0)
                     poller.modify(stream.fileno(), events)
-                    poller.poll(self._patience_ms(time.monotonic()))
+                    self._sleep(poller)
             return "the connection was closed"
         except PoolUnavailable as error:
             return str(error)
@@ -98,15 +124,30 @@ class PageWorker:
             stream.close()
             self._fail_all()
 
+    def _sleep(self, poller: select.poll) -> None:
+        """Until there may be something to do."""
+        patience_ms, is_sending = self._patience_ms(time.monotonic()), bool(self._outgoing)
+        if not is_sending:
+            self._turn.release()
+        try:
+            poller.poll(patience_ms)
+        finally:
+            if not is_sending:
+                self._turn.acquire()
+
     def _take_actions(self) -> None:
         for action in self._inbox.take():
             if isinstance(action, StartReceive):
                 self._expected[action.tag] = action
             elif isinstance(action, StartSend):
-                self._sending[action.tag] = True
-                self._outgoing.add(action.tag, self._places(action))
+                self._send([action])
             else:
                 self._cancel(action.tags)
+
+    def _send(self, actions: Sequence[StartSend]) -> None:
+        for action in actions:
+            self._sending[action.tag] = True
+            self._outgoing.add(action.tag, self._places(action))
 
     def _cancel(self, tags: tuple[int, ...]) -> None:
         for tag in tags:

@@ -260,7 +260,7 @@ def _connect(
 
 
 def _in_one_segment(request: Request) -> Request:
-    if isinstance(request, Reserve | Get) and len(request.segment_bytes) > 1:
+    if isinstance(request, (Reserve, Get)) and len(request.segment_bytes) > 1:
         return msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
     return request
 

@@ -43,6 +43,23 @@ def test_page_first_copy_puts_each_layer_of_a_page_side_by_side_and_back(dtype: 
         assert not after[2 * page :].any()
 
 
+@pytest.mark.parametrize(
+    ("taken", "given"), [([], []), ([0, 1, 2], [1, 2, 3]), ([0, 1, 4, 3, 2], [2, 3, 4, 5, 0])], ids=len
+)
+def test_pages_are_copied_to_their_places_whether_they_follow_each_other_or_not(
+    taken: list[int], given: list[int]
+) -> None:
+    page = 4
+    device = [torch.randn(5 * page, 2, 3) for _ in range(2)]
+    host, wanted = ([torch.zeros(6, 1, page, 2, 3) for _ in range(2)] for _ in range(2))
+    replacements.transfer_kv_all_layer_direct_lf_pf(
+        device, host, slots(taken, page), slots(given, page), page
+    )
+    for source, target, copied in zip(device, wanted, host, strict=True):
+        target[given, 0] = source.view(5, page, 2, 3)[taken]
+        assert torch.equal(copied, target)
+
+
 def test_layer_first_copy_moves_only_the_named_slots() -> None:
     page = 4
     source, target = [torch.randn(3 * page, 2, 3)], [torch.zeros(3 * page, 2, 3)]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.kvpool.node.inbox import Inbox
 from pdserve.kvpool.node.tcp import listener, server
 from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES, WITHDRAWN
 from tests.support.kvpool.tcp_server import Peer, RunningServer, dial, running
@@ -251,6 +252,44 @@ def test_pages_leave_while_the_client_writes_others(node: RunningServer, peer: P
     assert peer.header() == (sent, LONG_BYTES)
     assert peer.read(LONG_BYTES) == bytes([MARK]) * LONG_BYTES
     assert node.outcome(sent)
+
+
+def test_a_short_page_wakes_no_thread_and_a_long_one_does(
+    monkeypatch: pytest.MonkeyPatch, node: RunningServer
+) -> None:
+    given: list[object] = []
+
+    original = Inbox.give
+
+    def give(inbox: Inbox[object], *items: object) -> bool:
+        given.extend(items)
+        return original(inbox, *items)
+
+    monkeypatch.setattr(Inbox, "give", give)
+    peer = Peer(node)
+
+    def wakes(length: int) -> bool:
+        given.clear()
+        tag = node.send(peer.connection, 0, length)
+        assert peer.header() == (tag, length)
+        assert peer.read(length) == bytes(length)
+        assert node.outcome(tag)
+        return bool(given)
+
+    until(lambda: not wakes(64 * KIB))  # once its thread sleeps
+    assert wakes(MIB)
+
+
+@pytest.mark.parametrize("length", [server.AT_ONCE_BYTES, 1])
+def test_what_the_kernel_does_not_take_at_once_leaves_by_and_by(
+    node: RunningServer, peer: Peer, length: int
+) -> None:
+    node.arena[: 16 * MIB] = MARK
+    tags = [node.send(peer.connection, 0, length) for _ in range(16 * MIB // server.AT_ONCE_BYTES)]
+    for tag in tags:
+        assert peer.header() == (tag, length)
+        assert peer.read(length) == bytes([MARK]) * length
+    assert all(node.outcome(tag) for tag in tags)
 
 
 def test_a_client_that_takes_no_page_is_ended_before_the_slot_is_let_go() -> None:
