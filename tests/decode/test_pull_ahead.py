@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.decode import pull_ahead
 from pdserve.engine.page_names import PageNames
-from pdserve.engine.sglang.children.scheduler import PULL_ID
+from pdserve.engine.sglang.children.fetches import PULL_ID
 from pdserve.pages import PagePart, namespace_seed, page_hashes, part_suffix, pool_key
 from tests.support.engine.pool import MEMORY, PAGE, SUFFIXES, Pool
 

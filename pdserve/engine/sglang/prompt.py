@@ -34,7 +34,8 @@ from pdserve.engine.contract.endpoints import (
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
-from pdserve.engine.sglang.children.scheduler import POOL_ROOM, PULL_ID
+from pdserve.engine.sglang.children.fetches import PULL_ID
+from pdserve.engine.sglang.children.scheduler import POOL_ROOM
 from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.engine.sglang.first_tokens import sampled
 from pdserve.errors import RequestError

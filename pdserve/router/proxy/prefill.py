@@ -9,11 +9,13 @@ appended, of which the last counts (see `with_members`), so templates, tools and
 The rest of its answer is dropped. Its pages get to the decode worker by whatever cache the two share.
 
 Pulling ahead (`pull_ahead_tokens`): while a long prompt is computed, the decode worker already reads the
-pages that are published.
+pages that are published. It is asked a moment later than the prefill worker, so not at all for a prompt that
+this one has in its caches, as it has of most turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from time import monotonic
@@ -36,6 +38,8 @@ from pdserve.router.proxy.shared_prefill import Computed
 from pdserve.router.request.reports import CACHED_WORDS
 from pdserve.router.request.request import Request
 
+PULL_AFTER_S: Final = 0.05
+"""From asking the prefill worker to asking the decode worker to pull: the first chunk takes longer."""
 _OF_OPENAI: Final[dict[str, Any]] = {
     "stream": False,
     "stream_options": None,
@@ -277,11 +281,19 @@ async def _computed(parts: Parts, request: Request, worker: Worker, limit_s: flo
     if request.plan.decode.lacks("pull"):
         request.words += ("pull=absent",)
         return await ask(parts, request, worker, limit_s, request)
-    pulling = parts.loop.create_task(_pull_ahead(parts, request))
+    pulling: asyncio.Task[None] | None = None
+
+    def begin() -> None:
+        nonlocal pulling
+        pulling = parts.loop.create_task(_pull_ahead(parts, request))
+
+    due = parts.loop.call_later(PULL_AFTER_S, begin)
     try:
         return await ask(parts, request, worker, limit_s, request)
     finally:
-        pulling.cancel()  # hangs up
+        due.cancel()
+        if pulling is not None:
+            pulling.cancel()  # hangs up
 
 
 async def _pull_ahead(parts: Parts, request: Request) -> None:

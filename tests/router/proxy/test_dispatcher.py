@@ -289,8 +289,10 @@ async def test_the_decode_worker_pulls_while_prefill_computes_and_is_hung_up_on_
         await harness.until(lambda: harness.stats.pull_ahead == {"ok": 1})
 
 
-@pytest.mark.parametrize("settings", [{}, {"pull_ahead_tokens": 0}, {"pull_ahead_tokens": 2000}])
-async def test_shorter_prompts_are_not_pulled_ahead(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize("settings", [AHEAD, {}, {"pull_ahead_tokens": 0}, {"pull_ahead_tokens": 2000}])
+async def test_shorter_prompts_and_those_that_prefill_answers_at_once_are_not_pulled_ahead(
+    settings: dict[str, int],
+) -> None:
     async with disagg(**settings) as (harness, _, [decode]):
         await harness.chat(**LONG)
         assert [request.path for request in decode.requests] == [CHAT]

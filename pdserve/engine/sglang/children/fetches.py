@@ -8,7 +8,11 @@ its steps what has become of it:
     step n + 2   they are seen to be there: the request is admitted
 
 Beside a stream a step takes 10 to 200 ms, and the answer comes in one or two. So the step that asks waits for
-the answer, `LOOKUP_S` at most, and what is above happens a step sooner.
+the answer, `LOOKUP_S` at most, and then for the pages, as long as the step before took and `READ_S` at most:
+what takes longer is there in time for the next one. So the request is admitted in the same step, a step or
+two sooner. Requests that only fetch are not waited for.
+
+All ranks are told of the same requests, so each of them looks as often as the others.
 
 Importing this module imports neither SGLang nor torch.
 """
@@ -16,6 +20,7 @@ Importing this module imports neither SGLang nor torch.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from queue import Queue
 from typing import Any, Final
@@ -23,8 +28,12 @@ from typing import Any, Final
 from pdserve.engine.metric_names import METRICS
 from pdserve.metric import by_name
 
+PULL_ID: Final = "pdserve-pull-"
+"""The prefix of the ids of requests that only fetch pages."""
 LOOKUP_S: Final = 0.005
 """How long a step may wait for the pool's answers, about all requests that came with it."""
+READ_S: Final = 0.05
+"""How long a step may wait for the pages of all requests that came with it: 250 MB come in that time."""
 MOST: Final = 4096
 """Fetches that are remembered; of aborted requests nobody says the end."""
 STEPS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -40,9 +49,13 @@ class Fetches:
     admitted, so many steps after the one that it came with; hit: with pages of the pool, miss: with none.
     """
 
-    def __init__(self, observe: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, observe: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._observe = observe
+        self._clock = clock
         self._step = 0
+        self._began_s = clock()
         self._asked: dict[Any, int] = {}  # request -> step
         self._new = 0  # that were asked for since the last step began
 
@@ -67,11 +80,16 @@ class Fetches:
 
         @functools.wraps(process_events)
         def process(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            now_s = self._clock()
+            step_s, self._began_s = now_s - self._began_s, now_s
             if self._new:
-                answers: Queue[Any] = scheduler.tree_cache.cache_controller.prefetch_hit_queue
-                with answers.not_empty:
-                    answers.not_empty.wait_for(lambda: len(answers.queue) >= self._new, LOOKUP_S)
+                controller = scheduler.tree_cache.cache_controller
+                answers, read = controller.prefetch_hit_queue, controller.ack_prefetch_queue
+                _await(answers, lambda: len(answers.queue) >= self._new, LOOKUP_S)
+                hits = sum(one.storage_hit_count > 0 and _is_waited_for(one) for one in answers.queue)
                 self._new = 0
+                process_events(scheduler, *args, **kwargs)  # has the pages read
+                _await(read, lambda: sum(map(_is_read, read.queue)) >= hits, min(READ_S, step_s))
             self._step += 1
             process_events(scheduler, *args, **kwargs)
 
@@ -89,6 +107,19 @@ class Fetches:
             return loaded_tokens, start
 
         return pop
+
+
+def _is_waited_for(operation: Any) -> bool:
+    return not operation.request_id.startswith(PULL_ID)
+
+
+def _is_read(progress: Any) -> bool:
+    return bool(progress.completed_req) and _is_waited_for(progress.operation)
+
+
+def _await(queue: Queue[Any], come: Callable[[], bool], timeout_s: float) -> None:
+    with queue.not_empty:
+        queue.not_empty.wait_for(come, timeout_s)
 
 
 class Declined:

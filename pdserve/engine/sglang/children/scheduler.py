@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.engine.sglang.children.fetches import Declined, Fetches, FetchMetrics
+from pdserve.engine.sglang.children.fetches import PULL_ID, Declined, Fetches, FetchMetrics
 from pdserve.engine.sglang.children.first_tokens import first_tokens_given
 from pdserve.kvpool.hicache.owners import marked
 from pdserve.kvpool.namespaces.tenants import tenant_of
@@ -44,8 +44,6 @@ POOL_ROOM: Final = 2**62
 """Of prompts that a worker in SGLang's prefill mode computes for the pool and sends to nobody. The rooms of
 two workers are below it. Several prompts of a request have it and those above it.
 """
-PULL_ID: Final = "pdserve-pull-"
-"""The prefix of the ids of requests that only fetch pages."""
 LOOPBACK: Final = "127.0.0.1"
 BACKLOG: Final = 2048  # as torch has
 _SALT: Final = "\0pdserve-salt:"  # no name of an adapter begins so; see `salted`

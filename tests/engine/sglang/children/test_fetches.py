@@ -6,15 +6,29 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdserve.engine.sglang.children.fetches import LOOKUP_S, MOST, Declined, Fetches
+from pdserve.engine.sglang.children.fetches import LOOKUP_S, MOST, PULL_ID, READ_S, Declined, Fetches
+
+
+@dataclass
+class Operation:
+    """SGLang's of a request, and what says that its pages are there."""
+
+    request_id: str
+    storage_hit_count: int
+    completed_req: bool = True
+
+    @property
+    def operation(self) -> Operation:
+        return self
 
 
 @dataclass
 class Answers:
     """A queue, its condition, and a thread that answers while the scheduler waits."""
 
-    come: int = 1
-    queue: deque[str] = field(default_factory=deque)
+    come: bool = True
+    coming: list[Operation] = field(default_factory=list)
+    queue: deque[Operation] = field(default_factory=deque)
     waits_s: list[float] = field(default_factory=list)
 
     @property
@@ -28,10 +42,15 @@ class Answers:
         pass
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
-        assert not predicate()
-        self.waits_s.append(timeout_s)
-        self.queue.extend(["answer"] * self.come)
+        if not predicate():
+            self.waits_s.append(timeout_s)
+            if self.come:
+                self.bring()
         return predicate()
+
+    def bring(self) -> None:
+        self.queue.extend(self.coming)
+        self.coming.clear()
 
 
 class Scheduler:
@@ -39,12 +58,15 @@ class Scheduler:
 
     def __init__(self, **stored: int) -> None:
         self.tree_cache = self.cache_controller = self
-        self.prefetch_hit_queue = Answers()
+        self.prefetch_hit_queue, self.ack_prefetch_queue = Answers(), Answers()
         self.stored = stored
         self.loaded: dict[str, int] = {}
-        self.ongoing: dict[str, bool] = {}  # whether its pages are being read
+        self.ongoing: set[str] = set()
         self.admitted: list[tuple[str, int]] = []
-        self.fetches = Fetches(lambda outcome, steps: self.admitted.append((outcome, steps)))
+        self.now_s, self.step_s = 0.0, 1.0
+        self.fetches = Fetches(
+            lambda outcome, steps: self.admitted.append((outcome, steps)), lambda: self.now_s
+        )
         self._ask, self._step, self._pop = (
             self.fetches.asked(Scheduler.prefetch),
             self.fetches.stepped(Scheduler.events),
@@ -55,18 +77,20 @@ class Scheduler:
         return request in self.ongoing
 
     def prefetch(self, request: str) -> None:
-        if request in self.stored:
-            self.ongoing.setdefault(request, False)
+        if request in self.stored and request not in self.ongoing:
+            self.ongoing.add(request)
+            self.prefetch_hit_queue.coming.append(Operation(request, self.stored[request]))
 
     def events(self) -> None:
         """What has been read is there, and what has been answered is read."""
-        for request, is_read in list(self.ongoing.items()):
-            if is_read or not self.stored[request]:
-                del self.ongoing[request]
-                self.loaded[request] = self.stored[request]
-            elif self.prefetch_hit_queue.queue:
-                self.prefetch_hit_queue.queue.popleft()
-                self.ongoing[request] = True
+        there = [*self.ack_prefetch_queue.queue]
+        self.ack_prefetch_queue.queue.clear()
+        for answer in self.prefetch_hit_queue.queue:
+            (self.ack_prefetch_queue.coming if answer.storage_hit_count else there).append(answer)
+        self.prefetch_hit_queue.queue.clear()
+        for one in there:
+            self.ongoing.discard(one.request_id)
+            self.loaded[one.request_id] = one.storage_hit_count
 
     def pop(self, request: str) -> tuple[int, int | None]:
         return self.loaded.pop(request, 0), None
@@ -74,43 +98,60 @@ class Scheduler:
     def step(self, *came: str) -> None:
         for request in came:
             self._ask(self, request)
+        self.now_s += self.step_s
         self._step(self)
         for request in [*self.loaded]:
             self._pop(self, request)
 
 
-def test_a_step_waits_for_the_answers_about_requests_that_came_with_it_and_pages_are_there_in_the_next() -> (
-    None
-):
+def test_a_step_waits_for_answers_about_requests_that_came_with_it_and_for_their_pages() -> None:
     scheduler = Scheduler(hit=64, miss=0)
     scheduler.step("hit", "unasked")
-    scheduler.step()
     assert scheduler.prefetch_hit_queue.waits_s == [LOOKUP_S]
-    assert scheduler.admitted == [("hit", 1)]
-    scheduler.step("miss", "hit")
-    scheduler.step("hit")  # it is asked for already
-    assert len(scheduler.prefetch_hit_queue.waits_s) == 2
-    assert scheduler.admitted[1:] == [("miss", 0), ("hit", 1)]
+    assert scheduler.ack_prefetch_queue.waits_s == [READ_S]
+    assert scheduler.admitted == [("hit", 0)]
+    scheduler.step("miss")
+    assert scheduler.ack_prefetch_queue.waits_s == [READ_S]
+    assert scheduler.admitted[1:] == [("miss", 0)]
+
+
+def test_pages_are_waited_for_no_longer_than_the_step_before_took() -> None:
+    scheduler = Scheduler(hit=64)
+    scheduler.step_s = READ_S / 2
+    scheduler.step("hit")
+    assert scheduler.ack_prefetch_queue.waits_s == [READ_S / 2]
 
 
 def test_a_pool_that_does_not_answer_costs_each_request_one_wait_and_a_step() -> None:
     scheduler = Scheduler(hit=64)
-    answers = scheduler.prefetch_hit_queue
-    answers.come = 0
+    answers, read = scheduler.prefetch_hit_queue, scheduler.ack_prefetch_queue
+    answers.come = False
     scheduler.step("hit")
+    scheduler.step("hit")  # it is asked for already
+    answers.bring()
     scheduler.step()
-    answers.queue.append("answer")
+    read.bring()
     scheduler.step()
-    scheduler.step()
-    assert answers.waits_s == [LOOKUP_S]
+    assert (answers.waits_s, read.waits_s) == ([LOOKUP_S], [])
     assert scheduler.admitted == [("hit", 3)]
+
+
+def test_pages_that_come_late_are_there_in_a_later_step_and_those_of_a_pull_are_not_waited_for() -> None:
+    scheduler = Scheduler(**{"hit": 64, PULL_ID: 64})
+    read = scheduler.ack_prefetch_queue
+    read.come = False
+    scheduler.step("hit")
+    read.bring()
+    scheduler.step(PULL_ID)
+    assert read.waits_s == [READ_S]
+    read.bring()
+    scheduler.step()
+    assert scheduler.admitted == [("hit", 1), ("hit", 1)]
 
 
 def test_requests_that_were_aborted_are_forgotten() -> None:
     scheduler = Scheduler(**{str(n): 64 for n in range(MOST + 2)})
     scheduler.step(*scheduler.stored)
-    scheduler.loaded = dict.fromkeys(scheduler.stored, 64)
-    scheduler.step()
     assert len(scheduler.admitted) == MOST
 
 
