@@ -104,9 +104,11 @@ def main(
     title = f"{repeat} conversations of {rounds} turns of {tokens:,} new tokens, one at a time, {model.name}"
     shape = Shape(users=repeat, rounds=rounds, turn_tokens=tokens, output_tokens=output_tokens)
     output = Output(format, load=title, seed=seed)
-    tables: dict[str, Any] = {}
+    # a head that is sent early does not say where the time went
+    tables: dict[str, Any] = {"router": {"deadlines": {"early_head_s": 3600.0}}}
     if pull_step is not None:
-        tables = {"worker": {"pull_step_tokens": pull_step}, "router": {"pull_ahead_tokens": 2 * pull_step}}
+        tables["worker"] = {"pull_step_tokens": pull_step}
+        tables["router"]["pull_ahead_tokens"] = 2 * pull_step
     with settings_of(
         model, device_tokens, extra, out, pool_capacity=pool_capacity, tables=tables
     ) as settings:
