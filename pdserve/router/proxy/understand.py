@@ -147,15 +147,12 @@ class Understanding:
         takes_media = model not in fleet.text_only
         prompt, several, tokens = read_prompt(view, endpoint.prompt_fields, may_be_media=takes_media)
         request.prompt = prompt
+        says_more = several or any(_says_more(view))
         is_usual = (
             request.is_plain
             and endpoint.is_usual
             and not (
-                several
-                or any(_says_more(view))
-                or self._looks_further
-                or self._gate.tenants.has_keys
-                or tenant.limits.retain_tokens
+                says_more or self._looks_further or self._gate.tenants.has_keys or tenant.limits.retain_tokens
             )
         )
         request.facts = RequestFacts(
@@ -173,10 +170,12 @@ class Understanding:
             if self._needs_prefix:
                 request.facts.prefix = prefix_of(view, prompt, view.model or model)
         else:
-            self._look_closer(request, tenant, view)
+            self._look_closer(request, tenant, view, says_more=says_more)
             request.set_lines()
 
-    def _look_closer(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+    def _look_closer(
+        self, request: Request, tenant: TenantState, view: RequestView, *, says_more: bool
+    ) -> None:
         """The facts of a request about which anything is unusual. Raises RequestError."""
         endpoint, facts, has_keys = request.endpoint, request.facts, self._gate.tenants.has_keys
         scope = view.model or request.model
@@ -189,8 +188,7 @@ class Understanding:
         elif view.cache_salt and endpoint.salt == "body" and request.model in self._fleet.plain_salts:
             request.body = isolated(request.body, view.cache_salt, SHARED, is_plain=True)
         if (
-            any(_says_more(view))
-            or facts.has_several_prompts
+            says_more
             or not (endpoint.is_usual and facts.prompt_tokens_estimate and _WISHES.isdisjoint(request.fields))
             or tenant.limits.retain_tokens
         ):
